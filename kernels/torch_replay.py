@@ -1,0 +1,161 @@
+"""Attention of replayed tokens and the scores it gives to the context, in one blocked pass."""
+
+from __future__ import annotations
+
+import torch
+
+from .merge import merge_lse
+from .torch_decode import _accumulation_dtype, dense_attention
+
+# Elements of one block of logits. On the CPU a block and its softmax stay in the second-level cache.
+_BLOCK_ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 24}
+_MIN_BLOCK_ROWS = 16
+
+
+def _rest_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, softmax_scale: float, softcap: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention over context columns that every replayed token sees, with log-sum-exp; grouped rows, no mask."""
+    batch_size, num_heads, q_len, head_dim = query.shape
+    num_kv_heads = key.shape[1]
+    if query.device.type != "cpu" or softcap is not None or value.shape[-1] != head_dim:
+        return dense_attention(query, key, value, softmax_scale=softmax_scale, softcap=softcap)
+    grouped = query.reshape(batch_size, num_kv_heads, -1, head_dim)
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        grouped, key, value, 0.0, False, scale=softmax_scale
+    )
+    return out.reshape(query.shape), lse.reshape(batch_size, num_heads, q_len)
+
+
+def _windowed_rest(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    columns: torch.Tensor,
+    context_len: int,
+    window: int,
+    softmax_scale: float,
+    softcap: float | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    rows = torch.arange(context_len, context_len + query.shape[2], device=query.device).unsqueeze(-1)
+    visible = (columns > rows - window).view(1, 1, query.shape[2], -1)
+    return dense_attention(query, key, value, softmax_scale=softmax_scale, softcap=softcap, mask=visible)
+
+
+def _reduce_rows(weights: torch.Tensor, reduction: str) -> torch.Tensor:
+    """Reduce (segments, group, rows, columns) over the rows."""
+    if reduction in ("max", "logit"):
+        return weights.amax(dim=2)
+    if reduction == "sum_of_squares":
+        return torch.einsum("sgrc,sgrc->sgc", weights, weights)
+    return weights.sum(dim=2)
+
+
+def replay_attention(
+    query: torch.Tensor,
+    own_key: torch.Tensor,
+    own_value: torch.Tensor,
+    context_key: torch.Tensor,
+    context_value: torch.Tensor,
+    *,
+    anchor: int,
+    start: int,
+    end: int,
+    local: bool,
+    softmax_scale: float,
+    softcap: float | None = None,
+    window: int | None = None,
+    reduction: str = "max",
+    row_weight: torch.Tensor | None = None,
+    column_weight: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    Blocked over queries. See :func:`kvzip_press.kernels.api.replay_attention`.
+
+    The keys that enter the score (anchor, chunk, own) are gathered once; each block of queries takes one product with
+    them, one softmax, one column reduction and one product with their values. Full replay adds the attention over the
+    remaining context, merged by log-sum-exp, so no product is computed twice.
+    """
+    batch_size, num_heads, q_len, head_dim = query.shape
+    num_kv_heads, context_len = context_key.shape[1:3]
+    group, segments = num_heads // num_kv_heads, batch_size * num_kv_heads
+    dtype = _accumulation_dtype(query.dtype)
+    device = query.device
+
+    def gather(context: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+        parts = [context[:, :, :anchor], context[:, :, start:end], own]
+        return torch.cat(parts, dim=2).to(dtype).reshape(segments, -1, own.shape[-1])
+
+    key_t = gather(context_key, own_key).transpose(-1, -2)
+    value = gather(context_value, own_value)
+    n_scored = end - start
+    first_own = anchor + n_scored
+    columns = torch.cat(
+        [
+            torch.arange(anchor, device=device),
+            torch.arange(start, end, device=device),
+            torch.arange(context_len, context_len + q_len, device=device),
+        ]
+    )
+    out = torch.empty(batch_size, num_heads, q_len, value.shape[-1], dtype=dtype, device=device)
+    lse = None if local else torch.empty(batch_size, num_heads, q_len, dtype=dtype, device=device)
+    fill = -torch.inf if reduction == "logit" else 0.0
+    scores = torch.full((segments, group, n_scored), fill, dtype=dtype, device=device)
+
+    elements = _BLOCK_ELEMENTS.get(device.type, _BLOCK_ELEMENTS["cuda"])
+    block = max(_MIN_BLOCK_ROWS, elements // (segments * group * (first_own + q_len)))
+    logits_buffer = torch.empty(segments * group * min(block, q_len) * (first_own + q_len), dtype=dtype, device=device)
+    weights_buffer = torch.empty_like(logits_buffer)
+    for first in range(0, q_len, block):
+        last = min(first + block, q_len)
+        n_rows, n_keys = last - first, first_own + last
+        rows = query[:, :, first:last].to(dtype) * softmax_scale
+        shape = (segments, group * n_rows, n_keys)
+        size = segments * group * n_rows * n_keys
+        logits, weights = logits_buffer[:size].view(shape), weights_buffer[:size].view(shape)
+        torch.bmm(rows.reshape(segments, group * n_rows, head_dim), key_t[..., :n_keys], out=logits)
+        if softcap is not None:
+            logits.div_(softcap).tanh_().mul_(softcap)
+        by_group = logits.view(segments, group, n_rows, n_keys)
+        future = torch.ones(n_rows, n_rows, dtype=torch.bool, device=device).triu_(1)
+        by_group[..., n_keys - n_rows :].masked_fill_(future, -torch.inf)
+        if window is not None:
+            row_index = torch.arange(context_len + first, context_len + last, device=device).unsqueeze(-1)
+            by_group.masked_fill_(columns[:n_keys] <= row_index - window, -torch.inf)
+        torch.softmax(logits, dim=-1, out=weights)
+        torch.bmm(weights, value[:, :n_keys], out=(block_out := weights.new_empty(*shape[:2], value.shape[-1])))
+        out[:, :, first:last] = block_out.view(batch_size, num_heads, n_rows, -1)
+        if lse is not None:
+            row_lse = logits.amax(dim=-1) - weights.amax(dim=-1).log()
+            lse[:, :, first:last] = row_lse.view(batch_size, num_heads, n_rows)
+
+        scored = (logits if reduction == "logit" else weights).view(segments, group, n_rows, n_keys)
+        scored = scored[..., anchor:first_own]
+        if row_weight is not None:
+            factor = row_weight[:, first:last].to(dtype).repeat_interleave(num_kv_heads, dim=0)
+            scored = scored * factor.view(segments, 1, n_rows, 1)
+        block_scores = _reduce_rows(scored, reduction)
+        if reduction in ("max", "logit"):
+            torch.maximum(scores, block_scores, out=scores)
+        else:
+            scores += block_scores
+
+    if column_weight is not None:
+        factor = column_weight.to(dtype).reshape(segments, group, n_scored)
+        scores = scores * (factor.square() if reduction == "sum_of_squares" else factor)
+    over_group = scores.amax(dim=1) if reduction in ("max", "logit") else scores.sum(dim=1)
+
+    if lse is not None:
+        for first, last in ((anchor, start), (end, context_len)):
+            if first >= last:
+                continue
+            keys, values = context_key[:, :, first:last], context_value[:, :, first:last]
+            if window is None:
+                rest, rest_lse = _rest_attention(query, keys, values, softmax_scale, softcap)
+            else:
+                rest_columns = torch.arange(first, last, device=device)
+                rest, rest_lse = _windowed_rest(
+                    query, keys, values, rest_columns, context_len, window, softmax_scale, softcap
+                )
+            out, lse = merge_lse(out, lse, rest.to(dtype), rest_lse.to(dtype))
+    return out, over_group.view(batch_size, num_kv_heads, n_scored)

@@ -1,0 +1,98 @@
+"""Eviction: replace the layers of the caller's cache by layers that hold only what is kept."""
+
+from __future__ import annotations
+
+import torch
+from transformers import Cache
+
+from .cache import RaggedLayer
+from .models import reachable_columns
+from .window import WindowLayer
+
+
+def _pack_layer(
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    keep: torch.Tensor,
+    *,
+    context_length: int,
+    prefix_pairs: list[int],
+    context_pairs: list[int],
+    window: int | None,
+    backend: str,
+) -> RaggedLayer:
+    """Copy what ``keep`` (batch_size, num_kv_heads, held) names out of dense keys and values."""
+    lengths = keep.sum(dim=-1).flatten().cpu()
+    positions = None
+    if window is not None:
+        columns = torch.arange(context_length - keys.shape[2], context_length, dtype=torch.int32, device=keys.device)
+        positions = columns.expand_as(keep)[keep]
+    return RaggedLayer(
+        keys[keep],
+        values[keep],
+        torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]),
+        batch_size=keys.shape[0],
+        context_length=context_length,
+        prefix_pairs=prefix_pairs,
+        context_pairs=context_pairs,
+        positions=positions,
+        window=window,
+        backend=backend,
+    )
+
+
+def evict(
+    cache: Cache,
+    keep: dict[int, torch.Tensor],
+    prefix_pairs: dict[int, list[int]],
+    context_pairs: dict[int, list[int]],
+    windows: list[int | None],
+    backend: str = "auto",
+) -> None:
+    """
+    Evict in place; the full tensors are released layer by layer.
+
+    Layers are replaced from the last to the first: masks are sized by the first one, and a ragged layer can cut a mask
+    that is too wide. So a cache whose eviction was cut off still works, with its first layers full.
+
+    Parameters
+    ----------
+    cache : Cache
+        A dynamic cache that holds a whole context.
+    keep : dict[int, torch.Tensor]
+        For each evicted layer, which of the last ``held`` pairs stay: boolean, shape (batch_size, num_kv_heads, held).
+        Layers without an entry slide, and keep their last window.
+    prefix_pairs, context_pairs : dict[int, list[int]]
+        For each evicted layer and row: pairs kept outside the budget, and pairs that were subject to it.
+    windows : list[int | None]
+        Sliding window of each layer.
+    backend : str
+        Decode backend.
+    """
+    # Tensors made here must stay usable outside of inference mode
+    with torch.inference_mode(False), torch.no_grad():
+        for index in reversed(range(len(cache.layers))):
+            layer, window = cache.layers[index], windows[index]
+            held = keep[index].shape[-1] if index in keep else reachable_columns(layer.keys.shape[2], window)
+            first = layer.keys.shape[2] - held
+            keys, values = layer.keys[:, :, first:], layer.values[:, :, first:]
+            context_length = layer.get_seq_length()
+            if index in keep:
+                cache.layers[index] = _pack_layer(
+                    keys,
+                    values,
+                    keep[index].to(keys.device),
+                    context_length=context_length,
+                    prefix_pairs=prefix_pairs[index],
+                    context_pairs=context_pairs[index],
+                    window=window,
+                    backend=backend,
+                )
+            else:
+                assert window is not None
+                cache.layers[index] = WindowLayer(
+                    keys.clone(memory_format=torch.contiguous_format),
+                    values.clone(memory_format=torch.contiguous_format),
+                    context_length=context_length,
+                    window=window,
+                )

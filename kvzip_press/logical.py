@@ -1,0 +1,237 @@
+"""Cache layers that are longer than what they hold: logical length, cropping, preallocated buffers."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+from transformers.cache_utils import CacheLayerMixin
+
+_MIN_CAPACITY = 64
+
+
+def plain_empty(shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
+    """Uninitialised memory that can be written inside and outside of inference mode."""
+    with torch.inference_mode(False):
+        return torch.empty(shape, dtype=like.dtype, device=like.device)
+
+
+class GrowingStates:
+    """
+    Keys and values of consecutive tokens in buffers that grow by doubling: no concatenation per decoded token.
+
+    Parameters
+    ----------
+    keys, values : torch.Tensor
+        First tokens, shape (batch_size, num_kv_heads, n, head_dim); may be empty. Copied on the first growth.
+    """
+
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        self.length = keys.shape[2]
+        self._buffers = [keys, values]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the storages held, spare capacity included."""
+        return sum(buffer.untyped_storage().nbytes() for buffer in self._buffers)
+
+    @property
+    def batch_size(self) -> int:
+        """Rows."""
+        return self._buffers[0].shape[0]
+
+    def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Append tokens, detached from any graph: shape (batch_size, num_kv_heads, n, head_dim)."""
+        length = self.length + keys.shape[2]
+        with torch.no_grad():
+            for index, new in enumerate((keys, values)):
+                buffer = self._buffers[index]
+                if length > buffer.shape[2]:
+                    capacity = max(_MIN_CAPACITY, length, 2 * buffer.shape[2])
+                    grown = plain_empty((*buffer.shape[:2], capacity, buffer.shape[3]), buffer)
+                    grown[:, :, : self.length] = buffer[:, :, : self.length]
+                    self._buffers[index] = buffer = grown
+                buffer[:, :, self.length : length] = new.detach()
+        self.length = length
+
+    def view(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values held, without a copy."""
+        keys, values = self._buffers
+        return keys[:, :, : self.length], values[:, :, : self.length]
+
+    def select_rows(self, index: torch.Tensor) -> None:
+        """Keep the rows ``index``, in that order."""
+        self._buffers = [buffer.index_select(0, index.to(buffer.device)) for buffer in self._buffers]
+
+    def to(self, device: torch.device | str) -> None:
+        """Move the buffers."""
+        self._buffers = [buffer.to(device, non_blocking=True) for buffer in self._buffers]
+
+    def clear(self) -> None:
+        """Forget everything and release the memory."""
+        self._buffers = [plain_empty((*b.shape[:2], 0, b.shape[3]), b) for b in self._buffers]
+        self.length = 0
+
+
+class LogicalStates:
+    """
+    Keys or values of a compressed layer as their logical shape, without their data.
+
+    kvpress's pipeline removes an answer by ``layer.keys = layer.keys[:, :, :length]``. Slicing the sequence dimension
+    gives another ``LogicalStates``; assigning one back crops the layer. Everything else raises.
+    """
+
+    def __init__(self, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> None:
+        self.shape = torch.Size(shape)
+        self.dtype = dtype
+        self.device = device
+
+    def __repr__(self) -> str:
+        return f"LogicalStates(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    def numel(self) -> int:
+        """Number of elements of the logical shape."""
+        return self.shape.numel()
+
+    def size(self, dim: int | None = None) -> torch.Size | int:
+        """As ``torch.Tensor.size``."""
+        return self.shape if dim is None else self.shape[dim]
+
+    def __getitem__(self, index: Any) -> LogicalStates:
+        items = index if isinstance(index, tuple) else (index,)
+        if Ellipsis in items:
+            position = items.index(Ellipsis)
+            items = items[:position] + (slice(None),) * (4 - len(items) + 1) + items[position + 1 :]
+        items += (slice(None),) * (4 - len(items))
+        whole = [item == slice(None) for item in items]
+        sequence = items[2]
+        if not (whole[0] and whole[1] and whole[3] and isinstance(sequence, slice) and not sequence.start):
+            self._refuse()
+        length = len(range(*sequence.indices(self.shape[2])))
+        if sequence.step not in (None, 1):
+            self._refuse()
+        return LogicalStates((*self.shape[:2], length, self.shape[3]), self.dtype, self.device)
+
+    def _refuse(self) -> NoReturn:
+        raise TypeError(
+            "the keys and values of a compressed layer can only be cropped, as in layer.keys[:, :, :length]; "
+            "their data is layer.packed_keys and layer.packed_values with layer.cu_seqlens"
+        )
+
+
+class LogicalLayer(CacheLayerMixin):
+    """
+    Base of the layers of a compressed cache.
+
+    Their length is logical: the number of tokens seen, kept or not. What comes after the context can be cropped, the
+    context itself can't.
+
+    Attributes
+    ----------
+    batch_size, num_kv_heads, context_length : int
+        Rows, KV heads and logical length of the compressed context, padding included.
+    head_dims : tuple[int, int]
+        Head size of keys and of values.
+    """
+
+    is_compileable = False
+    batch_size: int
+    num_kv_heads: int
+    context_length: int
+    head_dims: tuple[int, int]
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def tail_length(self) -> int:
+        """Tokens after the context."""
+        raise NotImplementedError
+
+    def _truncate_tail(self, length: int) -> None:
+        raise NotImplementedError
+
+    def _states(self, head_dim: int) -> LogicalStates:
+        shape = (self.batch_size, self.num_kv_heads, self.get_seq_length(), head_dim)
+        return LogicalStates(shape, self.dtype, self.device)
+
+    def _assign(self, states: Any) -> None:
+        if not isinstance(states, LogicalStates):
+            raise TypeError(
+                f"a compressed layer's keys and values can only be cropped, got {type(states).__name__}; "
+                "assign a slice of them, as in layer.keys = layer.keys[:, :, :length]"
+            )
+        self.crop(states.shape[2])
+
+    @property
+    def keys(self) -> LogicalStates:  # type: ignore[override]
+        """Logical view of the keys; assign a shorter one to crop."""
+        return self._states(self.head_dims[0])
+
+    @keys.setter
+    def keys(self, states: LogicalStates) -> None:
+        self._assign(states)
+
+    @property
+    def values(self) -> LogicalStates:  # type: ignore[override]
+        """Logical view of the values; assign a shorter one to crop."""
+        return self._states(self.head_dims[1])
+
+    @values.setter
+    def values(self, states: LogicalStates) -> None:
+        self._assign(states)
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Nothing to do: the layer is built from a compressed context."""
+
+    def get_seq_length(self) -> int:
+        """Tokens seen, kept or not."""
+        return self.context_length + self.tail_length
+
+    def get_max_cache_shape(self) -> int:
+        """No maximum."""
+        return -1
+
+    def crop(self, max_length: int) -> None:
+        """
+        Keep the first ``max_length`` tokens (all but the last ``-max_length``, if negative).
+
+        Raises
+        ------
+        ValueError
+            If that would cut into the compressed context: evicted pairs can't be counted back.
+        """
+        if max_length < 0:
+            max_length += self.get_seq_length()
+        if max_length < self.context_length:
+            raise ValueError(
+                f"can't crop to {max_length} tokens: the first {self.context_length} are a compressed context, "
+                "which can only be kept whole; compress a shorter context instead"
+            )
+        self._truncate_tail(min(self.tail_length, max_length - self.context_length))
+
+    def _check_rows(self, key_states: torch.Tensor) -> None:
+        if key_states.shape[0] != self.batch_size:
+            raise ValueError(
+                f"the compressed cache holds {self.batch_size} rows, the input has {key_states.shape[0]}; "
+                "use cache.batch_repeat_interleave to ask several questions of one context at once"
+            )
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each row ``repeats`` times."""
+        self.batch_select_indices(torch.arange(self.batch_size).repeat_interleave(repeats))
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Reorder the rows for beam search."""
+        self.batch_select_indices(beam_idx)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep the rows ``indices``, in that order."""
+        rows = torch.as_tensor(indices)
+        if rows.dtype == torch.bool:
+            rows = rows.nonzero().flatten()
+        if rows.tolist() != list(range(self.batch_size)):
+            self._select_rows(rows.tolist())
+            self.batch_size = len(rows)
+
+    def _select_rows(self, rows: list[int]) -> None:
+        raise NotImplementedError

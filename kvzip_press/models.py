@@ -1,0 +1,83 @@
+"""What differs between model families: where the layers are, and which of them attend globally."""
+
+from __future__ import annotations
+
+import logging
+from functools import lru_cache
+
+from kvpress.presses.base_press import SUPPORTED_MODELS
+from torch import nn
+from transformers import Gemma3ForCausalLM, PreTrainedModel
+
+logger = logging.getLogger(__name__)
+
+TESTED_MODELS: tuple[type[PreTrainedModel], ...] = (*SUPPORTED_MODELS, Gemma3ForCausalLM)
+
+
+@lru_cache(maxsize=64)
+def _warn_untested(model_class: type) -> None:
+    names = ", ".join(tested.__name__ for tested in TESTED_MODELS)
+    logger.warning("KVzipPress is not tested with %s; tested: %s", model_class.__name__, names)
+
+
+def language_model(model: PreTrainedModel) -> nn.Module:
+    """
+    The decoder that owns the layers and the KV cache: the text model of an image-text model, or the model itself.
+
+    Raises
+    ------
+    ValueError
+        If the model has no decoder layers with attention.
+    """
+    inner = getattr(model, "model", model)
+    inner = getattr(inner, "language_model", inner)
+    layers = getattr(inner, "layers", None)
+    if layers is None or not all(hasattr(layer, "self_attn") for layer in layers):
+        raise ValueError(
+            f"{type(model).__name__} has no decoder layers with self-attention at model.layers; "
+            "KVzip compresses decoder-only attention models"
+        )
+    if not isinstance(model, TESTED_MODELS):
+        _warn_untested(type(model))
+    return inner
+
+
+def attention_modules(model: PreTrainedModel) -> list[nn.Module]:
+    """The attention module of each layer, in order."""
+    return [layer.self_attn for layer in language_model(model).layers]
+
+
+def layer_windows(model: PreTrainedModel) -> list[int | None]:
+    """
+    Sliding window of each layer in tokens, None where attention is global.
+
+    Raises
+    ------
+    ValueError
+        If a layer attends in chunks or in another way than globally or by sliding window.
+    """
+    config = language_model(model).config
+    window = getattr(config, "sliding_window", None)
+    layer_types = getattr(config, "layer_types", None)
+    if layer_types is None:
+        return [window] * config.num_hidden_layers
+    unknown = sorted(set(layer_types) - {"full_attention", "sliding_attention"})
+    if unknown:
+        raise ValueError(f"layers of type {', '.join(unknown)} can't be compressed; only full and sliding attention")
+    return [window if layer_type == "sliding_attention" else None for layer_type in layer_types]
+
+
+def reachable_columns(held: int, window: int | None) -> int:
+    """How many of a layer's ``held`` last context columns some later token can still see."""
+    return held if window is None else min(held, window - 1)
+
+
+def evicted_layers(windows: list[int | None]) -> list[int]:
+    """
+    Layers whose pairs are scored and evicted.
+
+    In hybrid models these are the global layers: sliding layers are small already. A model whose layers all slide is
+    evicted within its windows.
+    """
+    global_layers = [index for index, window in enumerate(windows) if window is None]
+    return global_layers or list(range(len(windows)))

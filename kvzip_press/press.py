@@ -1,0 +1,280 @@
+"""KVzipPress: kvpress's face of this package."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from kvpress.presses.base_press import BasePress
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from .attention import check_attention_implementation, install_routing
+from .compressor import Compressor, PrefilledContext
+from .head_scores import HeadScores
+from .kernels.api import check_backend
+from .models import evicted_layers, language_model, layer_windows
+from .prompts import PROMPTS, ReplayPrompts, encode_prompts, find_tokenizer
+from .recorder import PrefillRecorder
+from .replay import REPEATS, REPLAYS
+from .scoring import SCORERS
+from .selection import HEAD_LEVEL, LEVELS, Allowance
+
+_DEFAULT_RATIO = 0.3
+_AMOUNTS = ("ratio", "compression_ratio", "budget")
+_OPTIONAL = (*_AMOUNTS, "tokenizer", "head_scores")
+_MINIMUM = {"budget": 1, "chunk_size": 1, "n_sink": 0}
+_CHOICES: dict[str, Any] = {
+    "level": LEVELS,
+    "replay": REPLAYS,
+    "scorer": SCORERS,
+    "repeat": REPEATS,
+    "prompts": PROMPTS,
+}
+_NOT_SHOWN = ("tokenizer", "head_scores", "progress")
+
+
+def _check_choice(name: str, value: Any, choices: Any) -> None:
+    if value not in tuple(choices):
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
+
+
+def _check_whole(name: str, value: Any, minimum: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        raise ValueError(f"{name} must be a whole number of at least {minimum}, got {value!r}")
+
+
+def _check_fraction(name: str, value: Any, interval: str) -> None:
+    inside = False
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        inside = 0 < value <= 1 if interval == "(0, 1]" else 0 <= value < 1
+    if not inside:
+        raise ValueError(f"{name} must be a number in {interval}, got {value!r}")
+
+
+@dataclass(repr=False)
+class KVzipPress(BasePress):
+    """
+    KVzip with real eviction (arXiv 2505.23416): compress a context once, ask it many questions.
+
+    The model replays its context from the cache, each KV pair is scored by the attention it gets in that replay, and
+    the weakest pairs are evicted. State of a compressed context lives in its cache; the model carries nothing.
+
+    ``ratio``, ``compression_ratio`` and ``budget`` are one state with three names: setting one, in the constructor or
+    later, sets the others (to None where a budget leaves the fraction to the context).
+
+    Parameters
+    ----------
+    ratio : float, optional
+        Fraction of the context's KV pairs that is kept, in (0, 1]. Default 0.3.
+    compression_ratio : float, optional
+        Fraction removed, in [0, 1): kvpress's name.
+    budget : int, optional
+        Kept tokens per head on average, as an alternative to a fraction.
+    level : str
+        ``"pair"``: one threshold over the model; ``"pair-layer"``: each layer the same budget; ``"pair-uniform"``: each
+        head; ``"head"``: whole heads by ``head_scores``, without any replay.
+    chunk_size : int
+        Context tokens that one replay pass repeats.
+    replay : str
+        ``"local"``: replayed tokens attend to chat prefix, chunk and themselves in the scored layers, at a cost linear
+        in the context; ``"full"``: to the whole cache (the paper).
+    scorer : str
+        ``"kvzip"``, ``"kvzip-plus"``, ``"logit"`` or ``"l2"``, see :mod:`kvzip_press.scoring`.
+    repeat : str
+        What is replayed: the ``"context"``, or for ablations (paper, section 6.1) its ``"first"`` or ``"last"`` tenth,
+        or the ``"prompt"`` alone.
+    prompts : str or ReplayPrompts
+        Wording: ``"default"`` (the released code's), ``"paper"``, or your own as text or token ids.
+    tokenizer : PreTrainedTokenizerBase, optional
+        By default loaded by the model's name, when first needed.
+    n_sink : int
+        Leading tokens that are always kept where the chat prefix is shorter. They and the prefix are outside the
+        budget.
+    head_scores : HeadScores, optional
+        For ``level="head"``.
+    backend : str
+        Kernel backend: ``"auto"``, or one of :data:`kvzip_press.kernels.api.BACKENDS`, which then runs or raises.
+    progress : bool
+        Show a progress bar of the replay.
+
+    Raises
+    ------
+    ValueError
+        For any value out of range, at once and whenever it is set.
+
+    Examples
+    --------
+    >>> press = KVzipPress(ratio=0.3)
+    >>> with press(model):
+    ...     model.model(input_ids, past_key_values=cache)
+    """
+
+    ratio: float | None = None
+    compression_ratio: float | None = None
+    budget: int | None = None
+    level: str = "pair"
+    chunk_size: int = 512
+    replay: str = "local"
+    scorer: str = "kvzip"
+    repeat: str = "context"
+    prompts: str | ReplayPrompts = "default"
+    tokenizer: PreTrainedTokenizerBase | None = None
+    n_sink: int = 4
+    head_scores: HeadScores | None = None
+    backend: str = "auto"
+    progress: bool = False
+
+    def __post_init__(self) -> None:
+        given = [name for name in _AMOUNTS if getattr(self, name) is not None]
+        if len(given) > 1 and not self._same_fraction(given):
+            values = ", ".join(f"{name}={getattr(self, name)}" for name in given)
+            raise ValueError(f"give one of ratio, compression_ratio and budget, got {values}")
+        if self.level == HEAD_LEVEL and self.head_scores is None:
+            raise ValueError("level='head' needs head_scores=HeadScores.from_text(...) or HeadScores.load(path)")
+        object.__setattr__(self, "_constructed", True)
+        name = given[0] if given else "ratio"
+        setattr(self, name, getattr(self, name) if given else _DEFAULT_RATIO)
+
+    def _same_fraction(self, given: list[str]) -> bool:
+        return "budget" not in given and math.isclose(self.ratio + self.compression_ratio, 1)  # type: ignore[operator]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if value is not None or name not in _OPTIONAL:
+            self._validate(name, value)
+        if name not in _AMOUNTS or not hasattr(self, "_constructed"):
+            object.__setattr__(self, name, value)
+            return
+        if value is None:
+            raise ValueError(f"{name} can't be unset; set ratio, compression_ratio or budget to a number instead")
+        # Rounded, as 1 - 0.7 is not 0.3 in binary
+        other = None if name == "budget" else round(1 - value, 12)
+        amounts = {"budget": None, "ratio": other, "compression_ratio": other, name: value}
+        for key, amount in amounts.items():
+            object.__setattr__(self, key, amount)
+
+    @staticmethod
+    def _validate(name: str, value: Any) -> None:
+        if name == "ratio":
+            _check_fraction(name, value, "(0, 1]")
+        elif name == "compression_ratio":
+            _check_fraction(name, value, "[0, 1)")
+        elif name in _MINIMUM:
+            _check_whole(name, value, _MINIMUM[name])
+        elif name in _CHOICES and not (name == "prompts" and isinstance(value, ReplayPrompts)):
+            _check_choice(name, value, _CHOICES[name])
+        elif name == "backend":
+            check_backend(value)
+        elif name == "head_scores" and not isinstance(value, HeadScores):
+            raise ValueError(
+                f"head_scores must be a HeadScores, got {type(value).__name__}; read a file with HeadScores.load(path)"
+            )
+
+    def __repr__(self) -> str:
+        amount = next(name for name in ("budget", "ratio") if getattr(self, name) is not None)
+        shown = {amount: getattr(self, amount)}
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if item.name in _AMOUNTS or item.name in _NOT_SHOWN or value == item.default:
+                continue
+            shown[item.name] = value
+        return f"KVzipPress({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
+
+    def post_init_from_model(self, model: PreTrainedModel) -> None:
+        """
+        Refuse to be wrapped: kvpress's wrappers call this before they run another press's hooks.
+
+        Raises
+        ------
+        ValueError
+            Always.
+        """
+        raise ValueError(
+            "KVzipPress replays the whole context once the prefill is done and can't run inside another press "
+            "(ComposedPress, AdaKVPress, DecodingPress, ...); use it alone, as in `with KVzipPress(ratio=0.3)(model):`"
+        )
+
+    def forward_hook(self, module: torch.nn.Module, input: list[torch.Tensor], kwargs: dict, output: list) -> list:
+        """Refuse to be wrapped, see :meth:`post_init_from_model`."""
+        self.post_init_from_model(module)  # type: ignore[arg-type]
+        return output
+
+    def allowance(self) -> Allowance:
+        """How much of a context stays."""
+        return Allowance(self.ratio, self.budget)
+
+    def compressor(self, model: PreTrainedModel) -> Compressor:
+        """
+        Resolve the parameters for a model, doing no work on any context.
+
+        Raises
+        ------
+        ValueError
+            If the model's attention can't be routed, its head scores have another shape, or no tokenizer is found.
+        """
+        install_routing()
+        check_attention_implementation(language_model(model).config._attn_implementation)
+        evicted = evicted_layers(layer_windows(model))
+        if self.level == HEAD_LEVEL:
+            if self.head_scores is None:
+                raise ValueError("level='head' needs head_scores=HeadScores.from_text(...) or HeadScores.load(path)")
+            self.head_scores.check_model(model)
+        prompts = PROMPTS[self.prompts] if isinstance(self.prompts, str) else self.prompts
+        tokenizer = self.tokenizer
+        if tokenizer is None and prompts.needs_tokenizer:
+            tokenizer = find_tokenizer(model)
+        assert evicted
+        return Compressor(
+            model=model,
+            prompts=encode_prompts(prompts, tokenizer),
+            scorer=SCORERS[self.scorer],
+            chunk_size=self.chunk_size,
+            local=self.replay == "local",
+            repeat=self.repeat,
+            n_sink=self.n_sink,
+            backend=self.backend,
+            progress=self.progress,
+        )
+
+    def compress_context(self, compressor: Compressor, context: PrefilledContext) -> None:
+        """Compress one prefilled cache in place: score unless nothing needs scores, select, evict."""
+        if self.level == HEAD_LEVEL:
+            assert self.head_scores is not None
+            compressor.evict(context, self.allowance(), level=self.level, head_scores=self.head_scores.scores)
+            return
+        scores = None if self.ratio == 1 else compressor.score(context)
+        compressor.evict(context, self.allowance(), level=self.level, scores=scores)
+
+    @contextmanager
+    def __call__(self, model: PreTrainedModel) -> Iterator[None]:
+        """
+        Compress every cache that is prefilled inside the block.
+
+        What is fed to one cache inside the block, in one call or several, is one context, compressed when the block
+        ends. Inside ``model.generate`` the prompt is compressed between the prefill and the first decode step. After
+        an exception nothing is compressed. Other threads and caches that are compressed already are left alone.
+
+        Parameters
+        ----------
+        model : PreTrainedModel
+            A decoder-only model.
+
+        Raises
+        ------
+        ValueError
+            Before any work, if the model or a cache can't be compressed; the message names the remedy.
+        """
+        compressor = self.compressor(model)
+        recorder = PrefillRecorder(model)
+
+        def compress_recorded() -> None:
+            with recorder.paused():
+                for context in recorder.take():
+                    self.compress_context(compressor, context)
+
+        with recorder.watch(compress_recorded):
+            yield
+            compress_recorded()

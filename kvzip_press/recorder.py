@@ -1,0 +1,228 @@
+"""Watching a prefill: which tokens filled which cache, seen by hooks that leave with their handles."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Cache, PreTrainedModel
+
+from .compressor import PrefilledContext, check_cache
+from .measure import is_compressed
+from .models import language_model
+
+
+def _left_padding(mask: torch.Tensor, num_tokens: int) -> list[int]:
+    """
+    Left padding of each row of a 2-D attention mask.
+
+    Raises
+    ------
+    ValueError
+        If the mask has another length, an empty row, or holes.
+    """
+    if mask.shape[1] != num_tokens:
+        raise ValueError(
+            f"the last prefill call had an attention_mask of {mask.shape[1]} columns for {num_tokens} tokens; "
+            "pass the mask of all tokens seen so far"
+        )
+    visible = mask.bool()
+    counts = visible.sum(dim=1)
+    padding = num_tokens - counts
+    columns = torch.arange(num_tokens, device=mask.device)
+    if not torch.equal(visible, columns >= padding.unsqueeze(1)):
+        raise ValueError("only left padding can be compressed, but attention_mask has zeros elsewhere; pad on the left")
+    if (counts == 0).any():
+        raise ValueError("a row of attention_mask is empty; remove the row")
+    return [int(n) for n in padding]
+
+
+class _Recording:
+    """The tokens that filled one cache."""
+
+    def __init__(self, cache: Cache) -> None:
+        self.cache = cache
+        self.ids: list[torch.Tensor | None] = []
+        self.embeds: list[torch.Tensor | None] = []
+        self.mask: torch.Tensor | None = None
+        self.last_positions: torch.Tensor | None = None
+
+    def add(self, arguments: dict[str, Any], outer_ids: torch.Tensor | None) -> None:
+        embeds = arguments.get("inputs_embeds")
+        ids = arguments.get("input_ids")
+        self.ids.append(outer_ids if ids is None else ids)
+        self.embeds.append(None if embeds is None else embeds.detach())
+        mask = arguments.get("attention_mask")
+        batch_size = (ids if ids is not None else embeds).shape[0]
+        if isinstance(mask, torch.Tensor) and mask.ndim == 2:
+            self.mask = mask
+        elif mask is not None and batch_size > 1:
+            raise ValueError("rows can't be told from their padding by a prepared mask; pass a 2-D attention_mask")
+        positions = arguments.get("position_ids")
+        self.last_positions = None if positions is None else positions[..., -1]
+
+    def context(self) -> PrefilledContext:
+        """
+        Describe the filled cache.
+
+        Raises
+        ------
+        ValueError
+            If the cache was changed since, or the calls mixed ids and embeddings.
+        """
+        length = self.cache.get_seq_length()
+        ids = None if any(part is None for part in self.ids) else torch.cat(self.ids, dim=1)  # type: ignore[arg-type]
+        with_embeds = [part is not None for part in self.embeds]
+        if any(with_embeds) and not all(with_embeds):
+            raise ValueError("a prefill in several calls must use input_ids in all of them, or inputs_embeds in all")
+        embeds = torch.cat(self.embeds, dim=1) if all(with_embeds) else None  # type: ignore[arg-type]
+        tokens = ids if ids is not None else embeds
+        assert tokens is not None
+        batch_size, num_tokens = tokens.shape[:2]
+        if length != num_tokens:
+            raise ValueError(
+                f"the cache holds {length} tokens but {num_tokens} were fed under the press: it was cropped or filled "
+                "elsewhere; prefill one cache under the press and change it afterwards"
+            )
+        padding = [0] * batch_size if self.mask is None else _left_padding(self.mask, num_tokens)
+        if self.last_positions is None:
+            next_positions = [num_tokens] * batch_size
+        else:
+            last = self.last_positions.flatten().tolist()
+            next_positions = [position + 1 for position in (last if len(last) == batch_size else last * batch_size)]
+        return PrefilledContext(self.cache, ids, embeds, padding, next_positions)
+
+
+class PrefillRecorder:
+    """
+    Records every cache that the entering thread fills, until it is taken.
+
+    Caches that are compressed already, and those of other threads, are left alone.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._decoder = language_model(model)
+        self._outer = model
+        self._thread = threading.get_ident()
+        self._recordings: list[_Recording] = []
+        self._outer_ids: torch.Tensor | None = None
+        self._paused = False
+        self._parameters = inspect.signature(self._decoder.forward)
+
+    def _mine(self) -> bool:
+        return threading.get_ident() == self._thread and not self._paused
+
+    def _arguments(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+        bound = self._parameters.bind_partial(*args, **kwargs).arguments
+        return {**bound.pop("kwargs", {}), **bound}
+
+    def _find(self, cache: Any) -> _Recording | None:
+        return next((recording for recording in self._recordings if recording.cache is cache), None)
+
+    def _before_outer(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        if self._mine():
+            ids = kwargs.get("input_ids", args[0] if args else None)
+            self._outer_ids = ids if isinstance(ids, torch.Tensor) else None
+
+    def _before(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        if not self._mine():
+            return
+        arguments = self._arguments(args, kwargs)
+        cache = arguments.get("past_key_values")
+        if cache is None:
+            if arguments.get("use_cache") is False:
+                raise ValueError("nothing to compress: the model was called with use_cache=False; pass use_cache=True")
+            return
+        check_cache(cache)
+        length = cache.get_seq_length()
+        if length > 0 and not is_compressed(cache) and self._find(cache) is None:
+            raise ValueError(
+                f"the cache already holds {length} tokens that were not fed under the press, so they can't be "
+                "replayed; prefill the whole context under the press"
+            )
+
+    def _after(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+        if not self._mine():
+            return
+        arguments = self._arguments(args, kwargs)
+        cache = arguments.get("past_key_values")
+        if cache is None:
+            values = output.values() if hasattr(output, "values") else output
+            cache = next((value for value in values if isinstance(value, Cache)), None)
+        if cache is None:
+            raise ValueError("nothing to compress: the model returned no cache; call it with use_cache=True")
+        if is_compressed(cache):
+            return
+        recording = self._find(cache)
+        if recording is None:
+            check_cache(cache)
+            recording = _Recording(cache)
+            self._recordings.append(recording)
+        outer_ids, self._outer_ids = self._outer_ids, None
+        recording.add(arguments, outer_ids)
+
+    @contextmanager
+    def watch(self, after_prefill: Callable[[], None]) -> Iterator[None]:
+        """
+        Record until the end of the block.
+
+        Parameters
+        ----------
+        after_prefill : callable
+            Called inside ``model.generate`` between the prefill and the first decode step.
+        """
+        handles = [
+            self._decoder.register_forward_pre_hook(self._before, with_kwargs=True),
+            self._decoder.register_forward_hook(self._after, with_kwargs=True),
+        ]
+        if self._outer is not self._decoder:
+            handles.append(self._outer.register_forward_pre_hook(self._before_outer, with_kwargs=True))
+        try:
+            with self._generate_prefill(after_prefill):
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    @contextmanager
+    def _generate_prefill(self, after_prefill: Callable[[], None]) -> Iterator[None]:
+        """Hook the one place where ``generate`` tells a prefill, chunked or not, from a decode step."""
+        prefill = getattr(self._outer, "_prefill", None)
+        if prefill is None:
+            yield
+            return
+        previous = self._outer.__dict__.get("_prefill")
+
+        def prefill_then_compress(*args: Any, **kwargs: Any) -> Any:
+            outputs = prefill(*args, **kwargs)
+            if self._mine():
+                after_prefill()
+            return outputs
+
+        self._outer.__dict__["_prefill"] = prefill_then_compress
+        try:
+            yield
+        finally:
+            if previous is None:
+                self._outer.__dict__.pop("_prefill", None)
+            else:
+                self._outer.__dict__["_prefill"] = previous
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Ignore the forward passes of the replay itself."""
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._paused = False
+
+    def take(self) -> list[PrefilledContext]:
+        """Return the contexts recorded since the last call, and forget them."""
+        recordings, self._recordings = self._recordings, []
+        return [recording.context() for recording in recordings if not is_compressed(recording.cache)]

@@ -1,0 +1,182 @@
+"""A compressed cache gives the logits of the full cache with the evicted pairs masked out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny_models import FAMILIES, build_model, build_tokenizer, random_ids
+from dense_reference import dense_masked, keep_masks
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import DynamicCache
+
+from kvzip_press import HeadScores, KVzipPress
+from kvzip_press.cache import RaggedLayer
+from kvzip_press.compressor import PrefilledContext
+from kvzip_press.models import evicted_layers, language_model, layer_windows
+from kvzip_press.selection import LEVELS, Allowance
+
+TOLERANCE = dict(atol=1e-4, rtol=1e-4)
+
+
+def head_scores_for(model) -> HeadScores:
+    shape = (len(evicted_layers(layer_windows(model))), language_model(model).config.num_key_value_heads)
+    return HeadScores(torch.rand(shape, generator=torch.Generator().manual_seed(3)))
+
+
+def press_for(model, level: str = "pair", **parameters) -> KVzipPress:
+    if level == "head":
+        parameters["head_scores"] = head_scores_for(model)
+    return KVzipPress(level=level, tokenizer=build_tokenizer(), chunk_size=32, **parameters)
+
+
+@torch.no_grad()
+def prefill(model, ids, press=None, **kwargs):
+    cache = DynamicCache()
+    if press is None:
+        language_model(model)(input_ids=ids, past_key_values=cache, **kwargs)
+    else:
+        with press(model):
+            language_model(model)(input_ids=ids, past_key_values=cache, **kwargs)
+    return cache
+
+
+@torch.no_grad()
+def follow(model, cache, question, steps: int = 0) -> torch.Tensor:
+    """Logits of a question and of ``steps`` greedy tokens after it."""
+    logits = [model(input_ids=question, past_key_values=cache).logits]
+    for _ in range(steps):
+        logits.append(model(input_ids=logits[-1][:, -1:].argmax(-1), past_key_values=cache).logits)
+    return torch.cat(logits, dim=1)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("replay", ["local", "full"])
+def test_logits_equal_the_masked_dense_reference(family, level, replay):
+    model = build_model(family)
+    ids = random_ids(100)
+    compressed = prefill(model, ids, press_for(model, level, ratio=0.4, replay=replay))
+    full = prefill(model, ids)
+    keep = keep_masks(full, compressed)
+    assert keep and any(0 < mask.float().mean() < 1 for mask in keep.values())
+    for length, steps in ((1, 0), (7, 20), (64, 0)):
+        question = random_ids(length, seed=length)
+        ours = follow(model, compressed, question, steps)
+        compressed.crop(ids.shape[1])
+        reference_cache = prefill(model, ids)
+        with dense_masked(model, keep):
+            expected = follow(model, reference_cache, question, steps)
+        torch.testing.assert_close(ours, expected, **TOLERANCE)
+
+
+def test_ratio_one_equals_the_full_cache(family):
+    model = build_model(family)
+    ids, question = random_ids(80), random_ids(9, seed=1)
+    compressed = prefill(model, ids, press_for(model, ratio=1.0))
+    assert any(isinstance(layer, RaggedLayer) for layer in compressed.layers)
+    torch.testing.assert_close(
+        follow(model, compressed, question, 5), follow(model, prefill(model, ids), question, 5), **TOLERANCE
+    )
+
+
+def test_bfloat16_at_ratio_one_is_within_eager_error():
+    """Error against float64 no larger than that of eager attention in bfloat16."""
+    model = build_model("llama").bfloat16()
+    ids, question = random_ids(80), random_ids(9, seed=1)
+    ours = follow(model, prefill(model, ids, press_for(model, ratio=1.0)), question).double()
+    full = prefill(model, ids)
+    model.set_attn_implementation("eager")
+    eager = follow(model, full, question).double()
+    exact_model = build_model("llama")
+    exact_model.load_state_dict(model.state_dict())
+    exact_model = exact_model.double()
+    exact = follow(exact_model, prefill(exact_model, ids), question)
+    assert (ours - exact).abs().mean() <= 1.25 * (eager - exact).abs().mean()
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral-sliding", "gemma3"])
+def test_cache_with_known_sliding_layers(family):
+    """A DynamicCache built from the config drops what its windows can't reach; the compressed one agrees."""
+    model = build_model(family)
+    ids, question = random_ids(70), random_ids(5, seed=2)
+    caches = []
+    for cache in (DynamicCache(config=model.config), DynamicCache()):
+        with torch.no_grad(), press_for(model, ratio=0.5)(model):
+            model(input_ids=ids, past_key_values=cache)
+        caches.append(cache)
+    torch.testing.assert_close(
+        follow(model, caches[0], question, 4), follow(model, caches[1], question, 4), **TOLERANCE
+    )
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "mistral-sliding"])
+def test_batch_with_left_padding_equals_each_row_alone(family):
+    model = build_model(family)
+    lengths = (90, 61, 40)
+    rows = [random_ids(length, seed=length) for length in lengths]
+    width = max(lengths)
+    ids = torch.cat([torch.nn.functional.pad(row, (width - row.shape[1], 0)) for row in rows])
+    mask = torch.stack([torch.arange(width) >= width - length for length in lengths]).long()
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    press = press_for(model, ratio=0.4)
+    batched = prefill(model, ids, press, attention_mask=mask, position_ids=positions)
+    question = random_ids(6, batch_size=3, seed=9)
+    with torch.no_grad():
+        logits = model(
+            input_ids=question,
+            past_key_values=batched,
+            attention_mask=torch.cat([mask, torch.ones(3, 6, dtype=torch.long)], dim=1),
+            position_ids=torch.tensor(lengths)[:, None] + torch.arange(6),
+        ).logits
+    for index, row in enumerate(rows):
+        alone = prefill(model, row, press)
+        torch.testing.assert_close(logits[index : index + 1], follow(model, alone, question[index : index + 1]), **TOLERANCE)
+
+
+@st.composite
+def keep_patterns(draw):
+    """Keep masks (layers, heads, tokens) with empty heads, heads of one entry and full heads among random ones."""
+    tokens = draw(st.integers(2, 40))
+    shape = (SHAPE_LAYERS, SHAPE_HEADS, tokens)
+    mask = torch.rand(shape, generator=torch.Generator().manual_seed(draw(st.integers(0, 2**31)))) < draw(
+        st.floats(0.0, 1.0)
+    )
+    for layer in range(SHAPE_LAYERS):
+        for head in range(SHAPE_HEADS):
+            kind = draw(st.sampled_from(["random", "empty", "one", "all"]))
+            if kind != "random":
+                mask[layer, head] = kind == "all"
+            if kind == "one":
+                mask[layer, head, draw(st.integers(0, tokens - 1))] = True
+    return mask
+
+
+SHAPE_LAYERS, SHAPE_HEADS = 4, 2
+LLAMA = build_model("llama")
+
+
+@settings(max_examples=40, deadline=None)
+@given(mask=keep_patterns(), q_len=st.integers(1, 5))
+def test_any_keep_mask(mask, q_len):
+    """Eviction of any mask, through the compressor, by scores that are the mask itself."""
+    tokens = mask.shape[-1]
+    ids, question = random_ids(tokens, seed=tokens), random_ids(q_len, seed=5)
+    press = KVzipPress(tokenizer=build_tokenizer(None), n_sink=0)
+    compressor = press.compressor(LLAMA)
+    cache = prefill(LLAMA, ids)
+    context = PrefilledContext(cache, ids, None, [0], [tokens])
+    fraction = mask.float().mean().item()
+    compressor.evict(context, Allowance(ratio=fraction), level="pair", scores=[mask.float()])
+    full = prefill(LLAMA, ids)
+    keep = {layer: mask[layer][None] for layer in range(SHAPE_LAYERS)}
+    assert {k: v.tolist() for k, v in keep_masks(full, cache).items()} == {k: v.tolist() for k, v in keep.items()}
+    ours = follow(LLAMA, cache, question, 2)
+    with dense_masked(LLAMA, keep):
+        expected = follow(LLAMA, full, question, 2)
+    torch.testing.assert_close(ours, expected, **TOLERANCE)
+
+
+def test_every_family_of_kvpress_is_covered():
+    from kvzip_press.models import TESTED_MODELS
+
+    assert {type(build()) for build in FAMILIES.values()} == set(TESTED_MODELS)

@@ -1,0 +1,105 @@
+"""Tiny random models of every family and a tokenizer made on the spot."""
+
+from __future__ import annotations
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    Gemma3Config,
+    Gemma3ForCausalLM,
+    Gemma3ForConditionalGeneration,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    SiglipVisionConfig,
+)
+
+VOCABULARY = 128
+TEMPLATE = (
+    "{% for message in messages %}<s>{{ message['role'] }}:{{ message['content'] }}<e>{% endfor %}"
+    "{% if add_generation_prompt %}<s>assistant:{% endif %}"
+)
+
+SHAPE = dict(
+    vocab_size=VOCABULARY,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=4,
+    num_attention_heads=8,
+    num_key_value_heads=2,
+    max_position_embeddings=4096,
+    bos_token_id=1,
+    eos_token_id=2,
+    pad_token_id=0,
+)
+HYBRID = ["sliding_attention", "full_attention"] * 2
+WINDOW = 24
+
+
+def _gemma3_text_config() -> Gemma3TextConfig:
+    return Gemma3TextConfig(**SHAPE, head_dim=16, sliding_window=WINDOW, layer_types=HYBRID, query_pre_attn_scalar=16)
+
+
+def _gemma3_image_text() -> Gemma3ForConditionalGeneration:
+    vision = SiglipVisionConfig(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=16, patch_size=8
+    )
+    config = Gemma3Config(
+        text_config=_gemma3_text_config(), vision_config=vision, mm_tokens_per_image=4, image_token_index=100
+    )
+    return Gemma3ForConditionalGeneration(config)
+
+
+FAMILIES = {
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE)),
+    "mistral": lambda: MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=None)),
+    "mistral-sliding": lambda: MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=WINDOW)),
+    "phi3": lambda: Phi3ForCausalLM(Phi3Config(**SHAPE, sliding_window=None)),
+    "phi3-sliding": lambda: Phi3ForCausalLM(Phi3Config(**SHAPE, sliding_window=WINDOW)),
+    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SHAPE)),
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SHAPE, head_dim=16)),
+    "gemma3": lambda: Gemma3ForCausalLM(_gemma3_text_config()),
+    "gemma3-image-text": _gemma3_image_text,
+}
+
+
+def build_model(family: str, seed: int = 0, scale: float = 4.0) -> PreTrainedModel:
+    """A random model in evaluation mode. Larger query and key weights make its attention uneven, as in a real one."""
+    torch.manual_seed(seed)
+    model = FAMILIES[family]().eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if any(part in name for part in ("q_proj", "k_proj", "qkv_proj", "embed_tokens")):
+                parameter.mul_(scale)
+            elif "v_proj" in name or "o_proj" in name:
+                parameter.mul_(3)
+    return model
+
+
+def build_tokenizer(template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
+    """One token a character, and the three special tokens."""
+    vocabulary = {"<pad>": 0, "<s>": 1, "<e>": 2, "<unk>": 3}
+    vocabulary |= {chr(code): len(vocabulary) + index for index, code in enumerate(range(32, 127))}
+    vocabulary["\n"] = len(vocabulary)
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<s>", eos_token="<e>", pad_token="<pad>", unk_token="<unk>"
+    )
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def random_ids(length: int, batch_size: int = 1, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(4, 99, (batch_size, length), generator=generator)
