@@ -7,8 +7,8 @@ import torch
 from .merge import merge_lse
 from .torch_decode import _accumulation_dtype, dense_attention
 
-# Elements of one block of logits. On the CPU a block and its softmax stay in the second-level cache.
-_BLOCK_ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 24}
+# Elements of one block of logits: larger blocks gain little, smaller ones lose parallel work
+_BLOCK_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 24}
 _MIN_BLOCK_ROWS = 16
 
 

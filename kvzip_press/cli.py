@@ -21,6 +21,8 @@ PROG = "kvzip-press"
 LEVELS = ("pair", "pair-layer", "pair-uniform", "head")
 SCORERS = ("kvzip", "kvzip-plus", "logit", "l2")
 REPLAYS = ("full", "local")
+# Sets a question off from the document, whose turn it continues.
+SEPARATOR = "\n\n"
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -157,9 +159,12 @@ def _read_text(path: Path) -> str:
 
 def _load(arguments: argparse.Namespace) -> tuple[Any, Any]:
     import torch
+    from transformers.utils import logging
 
     from kvzip_press.pretrained import load_model
 
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()
     if arguments.threads is not None:
         torch.set_num_threads(arguments.threads)
     return load_model(arguments.model, dtype=getattr(torch, arguments.dtype), device=arguments.device)
@@ -179,7 +184,7 @@ def _check_length(model: Any, tokenizer: Any, text: str, questions: list[str], m
     def count(content: str) -> int:
         return len(tokenizer.encode(content, add_special_tokens=False, verbose=False))
 
-    needed = count(prefix + text) + max(count(question + suffix) for question in questions) + max_new_tokens
+    needed = count(prefix + text) + max(count(SEPARATOR + question + suffix) for question in questions) + max_new_tokens
     if window is not None and needed > window:
         raise ValueError(
             f"the document is too long by {needed - window} tokens: with a question and an answer of up to "
@@ -188,8 +193,7 @@ def _check_length(model: Any, tokenizer: Any, text: str, questions: list[str], m
 
 
 def _ask(arguments: argparse.Namespace) -> int:
-    # The question follows the document in the same turn, set off by an empty line.
-    text = _read_text(arguments.document).strip() + "\n\n"
+    text = _read_text(arguments.document).strip()
     if arguments.head_scores is not None and not arguments.head_scores.is_file():
         raise ValueError(f"no such file: {arguments.head_scores}; `{PROG} heads score` makes one")
     # In JSON mode stdout carries the object alone, whatever the libraries print.
@@ -261,7 +265,7 @@ def _build_press(arguments: argparse.Namespace, tokenizer: Any) -> Any:
 
 
 def _answer(context: "CompressedContext", question: str, max_new_tokens: int) -> dict[str, Any]:
-    answer = context.answer(question, max_new_tokens=max_new_tokens)
+    answer = context.answer(SEPARATOR + question, max_new_tokens=max_new_tokens)
     seconds = answer.seconds_per_token
     return {
         "text": answer.text,

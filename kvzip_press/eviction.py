@@ -52,8 +52,9 @@ def evict(
     """
     Evict in place; the full tensors are released layer by layer.
 
-    Layers are replaced from the last to the first: masks are sized by the first one, and a ragged layer can cut a mask
-    that is too wide. So a cache whose eviction was cut off still works, with its first layers full.
+    A cache whose eviction was cut off still works, with some layers full. Layers that slide are small, and share one
+    mask sized by the first that is known to slide: they are replaced together. Then the global ones from the last to
+    the first: their mask is sized by the first one, and a ragged layer can cut a mask that is too wide.
 
     Parameters
     ----------
@@ -69,30 +70,36 @@ def evict(
     backend : str
         Decode backend.
     """
+
+    def replacement(index: int) -> RaggedLayer | WindowLayer:
+        layer, window = cache.layers[index], windows[index]
+        held = keep[index].shape[-1] if index in keep else reachable_columns(layer.keys.shape[2], window)
+        first = layer.keys.shape[2] - held
+        keys, values = layer.keys[:, :, first:], layer.values[:, :, first:]
+        context_length = layer.get_seq_length()
+        if index in keep:
+            return _pack_layer(
+                keys,
+                values,
+                keep[index].to(keys.device),
+                context_length=context_length,
+                prefix_pairs=prefix_pairs[index],
+                context_pairs=context_pairs[index],
+                window=window,
+                backend=backend,
+            )
+        assert window is not None
+        return WindowLayer(
+            keys.clone(memory_format=torch.contiguous_format),
+            values.clone(memory_format=torch.contiguous_format),
+            context_length=context_length,
+            window=window,
+        )
+
+    sliding = [index for index, window in enumerate(windows) if window is not None]
+    steps = [sliding, *([index] for index, window in reversed(list(enumerate(windows))) if window is None)]
     # Tensors made here must stay usable outside of inference mode
     with torch.inference_mode(False), torch.no_grad():
-        for index in reversed(range(len(cache.layers))):
-            layer, window = cache.layers[index], windows[index]
-            held = keep[index].shape[-1] if index in keep else reachable_columns(layer.keys.shape[2], window)
-            first = layer.keys.shape[2] - held
-            keys, values = layer.keys[:, :, first:], layer.values[:, :, first:]
-            context_length = layer.get_seq_length()
-            if index in keep:
-                cache.layers[index] = _pack_layer(
-                    keys,
-                    values,
-                    keep[index].to(keys.device),
-                    context_length=context_length,
-                    prefix_pairs=prefix_pairs[index],
-                    context_pairs=context_pairs[index],
-                    window=window,
-                    backend=backend,
-                )
-            else:
-                assert window is not None
-                cache.layers[index] = WindowLayer(
-                    keys.clone(memory_format=torch.contiguous_format),
-                    values.clone(memory_format=torch.contiguous_format),
-                    context_length=context_length,
-                    window=window,
-                )
+        for indices in steps:
+            for index, layer in [(index, replacement(index)) for index in indices]:
+                cache.layers[index] = layer

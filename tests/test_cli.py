@@ -1,0 +1,250 @@
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from kvzip_press import cli
+
+WINDOW = 512
+TEMPLATE = (
+    "{% for message in messages %}<|start|>{{ message['content'] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>{% endif %}"
+)
+TEXT = "The name of the ship was the Silver Heron. The height of the tower is 42 metres.\n"
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory):
+    """A random Llama of two layers whose tokens are bytes, saved as a model is."""
+    folder = tmp_path_factory.mktemp("model")
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE({symbol: i for i, symbol in enumerate(alphabet)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<|start|>", "<|end|>"])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<|start|>", eos_token="<|end|>", chat_template=TEMPLATE
+    )
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=WINDOW,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def document(tmp_path):
+    path = tmp_path / "document.txt"
+    path.write_text(TEXT, encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def run(capsys, model_folder):
+    """Run the command with the tiny model, and return status, stdout and stderr."""
+
+    def run(*arguments, model=model_folder):
+        options = [] if model is None else ["--model", str(model)]
+        try:
+            status = cli.main([*map(str, arguments), *options])
+        except SystemExit as stop:
+            status = stop.code
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    return run
+
+
+def assert_one_line_error(outcome, *parts):
+    status, out, err = outcome
+    assert status == 2
+    assert out == ""
+    lines = [line for line in err.splitlines() if line.startswith("kvzip-press: error: ")]
+    assert len(lines) == 1, err
+    assert "Traceback" not in err
+    for part in parts:
+        assert part in lines[0]
+
+
+def test_table(run, document):
+    status, out, _ = run("ask", document, "-q", "What is it?", "-q", "Where is it?", "--max-new-tokens", 3)
+    assert status == 0
+    for part in ("document.txt", "prefill", "compression", "decoding, per token", "Full cache", "% kept"):
+        assert part in out
+    assert out.count("Question: ") == 2
+
+
+def test_json(run, document):
+    status, out, _ = run("ask", document, "-q", "What is it?", "--ratio", 0.5, "--max-new-tokens", 4, "--json")
+    assert status == 0
+    report = json.loads(out)
+    assert set(report) == {
+        "version", "model", "document", "ratio", "dtype", "device", "tokens", "full", "compressed", "answers",
+    }  # fmt: skip
+    assert report["tokens"] == len(TEXT.strip()) + 1
+    for name in ("full", "compressed"):
+        assert set(report[name]) == {
+            "bytes", "kept_fraction", "prefill_seconds", "compress_seconds", "decode_seconds_per_token",
+        }  # fmt: skip
+    assert report["full"]["kept_fraction"] == 1
+    assert report["full"]["compress_seconds"] == 0
+    assert 0.4 < report["compressed"]["kept_fraction"] < 0.6
+    assert report["compressed"]["bytes"] < report["full"]["bytes"]
+    (answer,) = report["answers"]
+    assert answer["question"] == "What is it?"
+    for name in ("full", "compressed"):
+        assert set(answer[name]) == {"text", "tokens", "prefill_seconds", "seconds_per_token"}
+        assert 1 <= answer[name]["tokens"] <= 4
+
+
+def test_nothing_removed_answers_as_the_full_cache(run, document):
+    _, out, _ = run("ask", document, "-q", "What is it?", "--ratio", 1, "--max-new-tokens", 8, "--json")
+    (answer,) = json.loads(out)["answers"]
+    assert answer["full"]["text"] == answer["compressed"]["text"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--level", "pair-layer"],
+        ["--level", "pair-uniform", "--replay", "full"],
+        ["--scorer", "kvzip-plus", "--replay", "local", "--chunk-size", "32"],
+        ["--dtype", "bfloat16"],
+    ],
+    ids=" ".join,
+)
+def test_options_reach_the_press(run, document, options):
+    status, out, err = run("ask", document, "-q", "What is it?", "--max-new-tokens", 2, "--json", *options)
+    assert status == 0, err
+    assert json.loads(out)["compressed"]["kept_fraction"] < 0.6
+
+
+def test_head_scores_are_made_and_used(run, document, tmp_path):
+    scores = tmp_path / "scores.safetensors"
+    status, out, err = run("heads", "score", document, "-o", scores)
+    assert status == 0, err
+    assert out == ""
+    assert scores.is_file()
+    status, _, err = run("ask", document, "-q", "What is it?", "--level", "head", "--head-scores", scores)
+    assert status == 0, err
+
+
+def test_missing_document(run, tmp_path):
+    assert_one_line_error(run("ask", tmp_path / "none.txt", "-q", "What?"), "no such file", "none.txt")
+
+
+def test_document_is_a_folder(run, tmp_path):
+    assert_one_line_error(run("ask", tmp_path, "-q", "What?"), "is a folder")
+
+
+def test_document_not_utf8(run, document):
+    document.write_bytes(b"caf\xe9")
+    assert_one_line_error(run("ask", document, "-q", "What?"), "is not UTF-8 (byte 3)", "iconv")
+
+
+@pytest.mark.parametrize("content", ["", " \n\t\n", "\ufeff"])
+def test_empty_document(run, document, content):
+    document.write_text(content, encoding="utf-8")
+    assert_one_line_error(run("ask", document, "-q", "What?"), "is empty")
+
+
+def test_document_too_long_is_refused_before_any_forward(run, document, monkeypatch):
+    def fail(*args, **kwargs):
+        raise AssertionError("a forward pass was run")
+
+    monkeypatch.setattr(LlamaForCausalLM, "forward", fail)
+    monkeypatch.setattr("transformers.models.llama.modeling_llama.LlamaModel.forward", fail)
+    # Three special tokens, two line breaks, the question's five bytes and the 48 tokens of the answer beside the text.
+    document.write_text("a" * (WINDOW - 3 - 2 - 5 - 48 + 7), encoding="utf-8")
+    assert_one_line_error(run("ask", document, "-q", "What?"), "too long by 7 tokens", f"holds {WINDOW}", "shorten")
+
+
+def test_longest_document_that_fits(run, document):
+    document.write_text("a" * (WINDOW - 3 - 2 - 5 - 4), encoding="utf-8")
+    status, _, err = run("ask", document, "-q", "What?", "--max-new-tokens", 4)
+    assert status == 0, err
+
+
+def test_unknown_model(run, document):
+    outcome = run("ask", document, "-q", "What?", model="./no_such_folder")
+    assert_one_line_error(outcome, "unknown model './no_such_folder'", "no such folder")
+
+
+@pytest.mark.parametrize("ratio", ["0", "-0.1", "1.5", "nan", "inf"])
+def test_ratio_out_of_range(run, document, ratio):
+    assert_one_line_error(run("ask", document, "-q", "What?", f"--ratio={ratio}"), "(0, 1]", ratio)
+
+
+def test_ratio_not_a_number(run, document):
+    assert_one_line_error(run("ask", document, "-q", "What?", "--ratio", "most"), "must be a number, got 'most'")
+
+
+def test_no_question(run, document):
+    assert_one_line_error(run("ask", document), "-q/--question", "required")
+
+
+def test_empty_question(run, document):
+    assert_one_line_error(run("ask", document, "-q", " "), "--question", "is empty")
+
+
+@pytest.mark.parametrize("option", ["--max-new-tokens", "--chunk-size", "--threads"])
+def test_counts_are_positive(run, document, option):
+    assert_one_line_error(run("ask", document, "-q", "What?", option, "0"), option, "at least 1, got 0")
+
+
+@pytest.mark.parametrize("option", ["--level", "--scorer", "--replay", "--dtype"])
+def test_unknown_choice(run, document, option):
+    assert_one_line_error(run("ask", document, "-q", "What?", option, "other"), option, "'other'", "choose from")
+
+
+def test_unknown_device(run, document):
+    assert_one_line_error(run("ask", document, "-q", "What?", "--device", "abacus"), "unknown device 'abacus'")
+
+
+def test_missing_head_scores(run, document, tmp_path):
+    outcome = run("ask", document, "-q", "What?", "--level", "head", "--head-scores", tmp_path / "none.safetensors")
+    assert_one_line_error(outcome, "no such file", "heads score")
+
+
+def test_head_level_without_scores(run, document):
+    assert_one_line_error(run("ask", document, "-q", "What?", "--level", "head"), "head_scores")
+
+
+def test_scores_into_a_missing_folder(run, document, tmp_path):
+    outcome = run("heads", "score", document, "-o", tmp_path / "none" / "scores.safetensors")
+    assert_one_line_error(outcome, "no such folder")
+
+
+def test_text_to_score_too_long(run, document, tmp_path):
+    document.write_text("a" * (WINDOW + 9), encoding="utf-8")
+    outcome = run("heads", "score", document, "-o", tmp_path / "scores.safetensors")
+    assert_one_line_error(outcome, "too long by 9 tokens")
+
+
+def test_version(run):
+    status, out, _ = run("--version", model=None)
+    assert status == 0
+    assert out.startswith("kvzip-press 0.")
+
+
+def test_help_does_not_import_torch():
+    code = (
+        "import sys\nfrom kvzip_press import cli\n"
+        "try:\n    cli.main(['ask', '--help'])\nexcept SystemExit:\n    pass\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)
