@@ -1,12 +1,13 @@
 """Bytes a cache holds, and the peak memory of a phase."""
 
-import ctypes
 import gc
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from kvzip_press.memory import return_free_memory
 
 STATUS = Path("/proc/self/status")
 CLEAR_REFS = Path("/proc/self/clear_refs")
@@ -68,7 +69,7 @@ class PeakMemory:
         self.device = device
         gc.collect()
         if device.type == "cpu":
-            _return_free_memory()
+            return_free_memory()
         self._baseline = self._peak() if self._reset() else None
 
     def lap(self) -> int | None:
@@ -95,11 +96,3 @@ class PeakMemory:
             return torch.cuda.max_memory_allocated(self.device)
         line = next(line for line in STATUS.read_text().splitlines() if line.startswith("VmHWM:"))
         return int(line.split()[1]) * 1024
-
-
-def _return_free_memory() -> None:
-    """Let glibc give freed memory back to the system, so that it is not taken for memory in use."""
-    try:
-        ctypes.CDLL(None).malloc_trim(0)
-    except (AttributeError, OSError, TypeError):
-        return

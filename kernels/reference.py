@@ -24,9 +24,7 @@ def decode_attention(
     num_segments = len(cu_seqlens) - 1
     group = batch_size * num_heads // num_segments
     bounds = cu_seqlens.tolist()
-    out = torch.zeros(
-        batch_size, num_heads, q_len, packed_value.shape[-1], dtype=torch.float64, device=query.device
-    )
+    out = torch.zeros(batch_size, num_heads, q_len, packed_value.shape[-1], dtype=torch.float64, device=query.device)
     lse = torch.full((batch_size, num_heads, q_len), -torch.inf, dtype=torch.float64, device=query.device)
     for row in range(batch_size):
         for head in range(num_heads):

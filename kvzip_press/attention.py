@@ -52,9 +52,7 @@ class RoutedTensor(torch.Tensor):
             return self.as_subclass(torch.Tensor)
 
     @classmethod
-    def __torch_function__(
-        cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
+    def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if func in _READABLE:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
@@ -65,12 +63,7 @@ class RoutedTensor(torch.Tensor):
 
 
 _READABLE = {
-    torch.Tensor.shape.__get__,
-    torch.Tensor.dtype.__get__,
-    torch.Tensor.device.__get__,
-    torch.Tensor.ndim.__get__,
-    torch.Tensor.is_cuda.__get__,
-    torch.Tensor.requires_grad.__get__,
+    *(getattr(torch.Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "is_cuda", "requires_grad")),
     torch.Tensor.size,
     torch.Tensor.dim,
     torch.Tensor.__len__,
@@ -115,8 +108,8 @@ def install_routing() -> None:
     Wrap every registered attention function that is not wrapped yet.
 
     The wrapper passes every tensor that is not a :class:`RoutedTensor` through untouched, holds no state, and is
-    idempotent. Called at import and whenever a press is entered, so that functions registered later, or wrapped by
-    another package after us, are routed too.
+    idempotent. Called whenever a press is entered or a ragged layer is built, so that functions registered later, or
+    wrapped by another package after us, are routed too.
     """
     for name, function in list(ALL_ATTENTION_FUNCTIONS.items()):
         if not getattr(function, "kvzip_press_routed", False):

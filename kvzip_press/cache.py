@@ -143,9 +143,7 @@ class RaggedLayer(LogicalLayer):
         """Attention over the kept context and the tail ``key``, ``value``, merged by log-sum-exp."""
         out, lse = self._context_attention(query, softmax_scale, softcap)
         mask = _tail_mask(attention_mask, query, key.shape[2], self.window)
-        tail_out, tail_lse = dense_attention(
-            query, key, value, softmax_scale=softmax_scale, softcap=softcap, mask=mask
-        )
+        tail_out, tail_lse = dense_attention(query, key, value, softmax_scale=softmax_scale, softcap=softcap, mask=mask)
         merged, _ = merge_lse(out, lse, tail_out.to(out.dtype), tail_lse.to(lse.dtype))
         return merged.to(query.dtype)
 

@@ -21,8 +21,6 @@ PROG = "kvzip-press"
 LEVELS = ("pair", "pair-layer", "pair-uniform", "head")
 SCORERS = ("kvzip", "kvzip-plus", "logit", "l2")
 REPLAYS = ("full", "local")
-# Sets a question off from the document, whose turn it continues.
-SEPARATOR = "\n\n"
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -176,6 +174,7 @@ def _window(model: Any) -> int | None:
 
 def _check_length(model: Any, tokenizer: Any, text: str, questions: list[str], max_new_tokens: int) -> None:
     """Refuse a document that leaves no room for the longest question and its answer, before any computation."""
+    from kvzip_press.context import QUESTION_SEPARATOR
     from kvzip_press.prompts import chat_affixes
 
     window = _window(model)
@@ -184,7 +183,8 @@ def _check_length(model: Any, tokenizer: Any, text: str, questions: list[str], m
     def count(content: str) -> int:
         return len(tokenizer.encode(content, add_special_tokens=False, verbose=False))
 
-    needed = count(prefix + text) + max(count(SEPARATOR + question + suffix) for question in questions) + max_new_tokens
+    longest = max(count(QUESTION_SEPARATOR + question + suffix) for question in questions)
+    needed = count(prefix + text) + longest + max_new_tokens
     if window is not None and needed > window:
         raise ValueError(
             f"the document is too long by {needed - window} tokens: with a question and an answer of up to "
@@ -265,7 +265,7 @@ def _build_press(arguments: argparse.Namespace, tokenizer: Any) -> Any:
 
 
 def _answer(context: "CompressedContext", question: str, max_new_tokens: int) -> dict[str, Any]:
-    answer = context.answer(SEPARATOR + question, max_new_tokens=max_new_tokens)
+    answer = context.answer(question, max_new_tokens=max_new_tokens)
     seconds = answer.seconds_per_token
     return {
         "text": answer.text,

@@ -77,9 +77,7 @@ class PrefilledContext:
             ids = None if self.input_ids is None else self.input_ids[row, padding:].tolist()
             embeds = None if self.inputs_embeds is None else self.inputs_embeds[row, padding:]
             num_tokens = len(ids) if ids is not None else len(embeds)  # type: ignore[arg-type]
-            prefix = (
-                prompts.find_prefix(ids) if ids is not None else min(prompts.prefix_length or 0, num_tokens)
-            )
+            prefix = prompts.find_prefix(ids) if ids is not None else min(prompts.prefix_length or 0, num_tokens)
             protected = max(prefix, min(n_sink, num_tokens))
             contexts.append(RowContext(row, padding, num_tokens, ids, embeds, next_position, prefix, protected))
         return contexts
@@ -206,4 +204,3 @@ class Compressor:
             windows,
             self.backend,
         )
-

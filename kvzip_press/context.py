@@ -13,6 +13,9 @@ from .models import language_model
 from .press import KVzipPress
 from .prompts import chat_affixes
 
+# Between the context and a question, as in the original evaluation
+QUESTION_SEPARATOR = "\n\n"
+
 
 @dataclass(frozen=True)
 class Answer:
@@ -129,8 +132,8 @@ class CompressedContext:
         window = getattr(decoder.config, "max_position_embeddings", None)
         if window is not None and ids.shape[1] > window:
             raise ValueError(
-                f"the text has {ids.shape[1]} tokens, {ids.shape[1] - window} more than the model's window of {window}; "
-                "shorten it or use a model with a longer window"
+                f"the text has {ids.shape[1]} tokens, {ids.shape[1] - window} more than the model's window of {window}"
+                "; shorten it or use a model with a longer window"
             )
         cache = DynamicCache(config=decoder.config)
         start = time.perf_counter()
@@ -190,7 +193,7 @@ class CompressedContext:
         if max_new_tokens < 1:
             raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
         _, suffix = chat_affixes(self.tokenizer)
-        ids = torch.tensor([self.tokenizer.encode(question + suffix, add_special_tokens=False)])
+        ids = torch.tensor([self.tokenizer.encode(QUESTION_SEPARATOR + question + suffix, add_special_tokens=False)])
         needed = self.num_tokens + ids.shape[1] + max_new_tokens
         if self.max_length is not None and needed > self.max_length:
             raise ValueError(

@@ -6,6 +6,7 @@ import torch
 from transformers import Cache
 
 from .cache import RaggedLayer
+from .memory import return_free_memory
 from .models import reachable_columns
 from .window import WindowLayer
 
@@ -103,3 +104,5 @@ def evict(
         for indices in steps:
             for index, layer in [(index, replacement(index)) for index in indices]:
                 cache.layers[index] = layer
+    if cache.layers[0].device.type == "cpu":
+        return_free_memory()

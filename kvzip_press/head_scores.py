@@ -106,9 +106,7 @@ class HeadScores:
         samples = [texts] if isinstance(texts, str) else list(texts)
         if not samples or not all(sample.strip() for sample in samples):
             raise ValueError("head scores need at least one text, and none may be empty")
-        press = KVzipPress(
-            scorer=scorer, replay=replay, chunk_size=chunk_size, tokenizer=tokenizer, progress=progress
-        )
+        press = KVzipPress(scorer=scorer, replay=replay, chunk_size=chunk_size, tokenizer=tokenizer, progress=progress)
         compressor = press.compressor(model)
         total: torch.Tensor | None = None
         lengths = []

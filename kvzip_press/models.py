@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from functools import lru_cache
+from typing import Any
 
 from kvpress.presses.base_press import SUPPORTED_MODELS
 from torch import nn
@@ -15,12 +16,12 @@ TESTED_MODELS: tuple[type[PreTrainedModel], ...] = (*SUPPORTED_MODELS, Gemma3For
 
 
 @lru_cache(maxsize=64)
-def _warn_untested(model_class: type) -> None:
+def _warn_untested(class_name: str) -> None:
     names = ", ".join(tested.__name__ for tested in TESTED_MODELS)
-    logger.warning("KVzipPress is not tested with %s; tested: %s", model_class.__name__, names)
+    logger.warning("KVzipPress is not tested with %s; tested: %s", class_name, names)
 
 
-def language_model(model: PreTrainedModel) -> nn.Module:
+def language_model(model: PreTrainedModel) -> Any:
     """
     The decoder that owns the layers and the KV cache: the text model of an image-text model, or the model itself.
 
@@ -38,7 +39,7 @@ def language_model(model: PreTrainedModel) -> nn.Module:
             "KVzip compresses decoder-only attention models"
         )
     if not isinstance(model, TESTED_MODELS):
-        _warn_untested(type(model))
+        _warn_untested(type(model).__name__)
     return inner
 
 

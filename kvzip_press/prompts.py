@@ -32,7 +32,7 @@ class ReplayPrompts:
         Number of tokens that tell the model where to start.
     suffix : str or sequence of int, optional
         Between the prompt and the replayed chunk; by default what the chat template puts between a user's text and
-        the answer (``"\\n"`` for a context without chat template).
+        the answer (a line break for a context without chat template).
     prefix_length : int, optional
         Number of leading tokens of the context that belong to the chat template and the system prompt; by default
         found from the chat template.

@@ -52,13 +52,13 @@ class _Recording:
         self.mask: torch.Tensor | None = None
         self.last_positions: torch.Tensor | None = None
 
-    def add(self, arguments: dict[str, Any], outer_ids: torch.Tensor | None) -> None:
+    def add(self, arguments: dict[str, Any], outer_ids: torch.Tensor | None, outer_mask: torch.Tensor | None) -> None:
         embeds = arguments.get("inputs_embeds")
         ids = arguments.get("input_ids")
         self.ids.append(outer_ids if ids is None else ids)
         self.embeds.append(None if embeds is None else embeds.detach())
-        mask = arguments.get("attention_mask")
-        batch_size = (ids if ids is not None else embeds).shape[0]
+        mask = arguments.get("attention_mask") if outer_mask is None else outer_mask
+        batch_size = arguments["input_ids" if ids is not None else "inputs_embeds"].shape[0]
         if isinstance(mask, torch.Tensor) and mask.ndim == 2:
             self.mask = mask
         elif mask is not None and batch_size > 1:
@@ -98,7 +98,7 @@ class _Recording:
         return PrefilledContext(self.cache, ids, embeds, padding, next_positions)
 
 
-# Blocks on one model may overlap in any way, in one thread or several: the first puts the hook on, the last takes it off
+# Blocks on one model may overlap in any way, in one thread or several: the first puts the hook on, the last off
 _HOOK_LOCK = threading.Lock()
 
 
@@ -141,6 +141,7 @@ class PrefillRecorder:
         self._thread = threading.get_ident()
         self._recordings: list[_Recording] = []
         self._outer_ids: torch.Tensor | None = None
+        self._outer_mask: torch.Tensor | None = None
         self._paused = False
         self._parameters = inspect.signature(self._decoder.forward)
 
@@ -157,10 +158,13 @@ class PrefillRecorder:
     def _before_outer(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         if self._mine():
             ids = kwargs.get("input_ids", args[0] if args else None)
+            mask = kwargs.get("attention_mask")
+            if module is self._outer:
+                self._outer_ids = self._outer_mask = None
             if isinstance(ids, torch.Tensor):
                 self._outer_ids = ids
-            elif module is self._outer:
-                self._outer_ids = None
+            if isinstance(mask, torch.Tensor) and mask.ndim == 2:
+                self._outer_mask = mask
 
     def _before(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         if not self._mine():
@@ -183,7 +187,8 @@ class PrefillRecorder:
         if not self._mine():
             return
         arguments = self._arguments(args, kwargs)
-        outer_ids, self._outer_ids = self._outer_ids, None
+        outer_ids, outer_mask = self._outer_ids, self._outer_mask
+        self._outer_ids = self._outer_mask = None
         cache = arguments.get("past_key_values")
         if cache is None:
             values = output.values() if hasattr(output, "values") else output
@@ -197,7 +202,7 @@ class PrefillRecorder:
             check_cache(cache)
             recording = _Recording(cache)
             self._recordings.append(recording)
-        recording.add(arguments, outer_ids)
+        recording.add(arguments, outer_ids, outer_mask)
 
     @contextmanager
     def watch(self, after_prefill: Callable[[], None]) -> Iterator[None]:

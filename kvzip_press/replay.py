@@ -272,9 +272,7 @@ def _hidden_norm_hooks(modules: list[nn.Module], cache: Cache, scorer: Scorer) -
             if scorer.normalized and isinstance(layer, _ReplayLayer):
                 layer.module = module
 
-                def record(
-                    module: nn.Module, args: tuple, kwargs: dict[str, Any], layer: _ReplayLayer = layer
-                ) -> None:
+                def record(module: nn.Module, args: tuple, kwargs: dict[str, Any], layer: _ReplayLayer = layer) -> None:
                     if kwargs.get("past_key_values") is cache:
                         hidden_states = args[0] if args else kwargs["hidden_states"]
                         layer.row_weight = inverse_hidden_norm(hidden_states)

@@ -34,10 +34,10 @@ def press_for(model, level: str = "pair", **parameters) -> KVzipPress:
 def prefill(model, ids, press=None, **kwargs):
     cache = DynamicCache()
     if press is None:
-        language_model(model)(input_ids=ids, past_key_values=cache, **kwargs)
+        model.model(input_ids=ids, past_key_values=cache, **kwargs)
     else:
         with press(model):
-            language_model(model)(input_ids=ids, past_key_values=cache, **kwargs)
+            model.model(input_ids=ids, past_key_values=cache, **kwargs)
     return cache
 
 
@@ -109,7 +109,7 @@ def test_cache_with_known_sliding_layers(family):
     )
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "mistral-sliding"])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gemma3-image-text", "mistral-sliding"])
 def test_batch_with_left_padding_equals_each_row_alone(family):
     model = build_model(family)
     lengths = (90, 61, 40)

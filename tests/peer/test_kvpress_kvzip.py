@@ -51,6 +51,7 @@ class FixedMask(KVzipPress):
         compressor.evict(context, Allowance(ratio=target), level="pair", scores=scores)
 
 
+@torch.no_grad()
 @pytest.mark.parametrize("num_tokens", [300, 1500, 5000])
 def test_scores_and_answers_equal_those_of_kvpress(smollm2, essay, num_tokens):
     model, tokenizer = smollm2
