@@ -104,7 +104,7 @@ class RaggedLayer(LogicalLayer):
         return self._tail.length
 
     def _truncate_tail(self, length: int) -> None:
-        self._tail.length = length
+        self._tail.truncate(length)
 
     def get_mask_sizes(self, cache_position: torch.Tensor) -> tuple[int, int]:
         """Length and offset of the mask: the tail and the new tokens, after the context."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
@@ -114,6 +114,8 @@ class CompressedContext:
             raise ValueError(f"give ratio={ratio} or press={press}, not both")
         if press is None:
             press = KVzipPress(ratio=ratio, tokenizer=tokenizer)
+        elif press.tokenizer is None:
+            press = replace(press, tokenizer=tokenizer)
         return cls._build(model, tokenizer, text, press)
 
     @classmethod

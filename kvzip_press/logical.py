@@ -67,6 +67,12 @@ class GrowingStates:
         """Move the buffers."""
         self._buffers = [buffer.to(device, non_blocking=True) for buffer in self._buffers]
 
+    def truncate(self, length: int) -> None:
+        """Keep the first ``length`` tokens; with none left the memory is released."""
+        if length == 0:
+            self.clear()
+        self.length = length
+
     def clear(self) -> None:
         """Forget everything and release the memory."""
         self._buffers = [plain_empty((*b.shape[:2], 0, b.shape[3]), b) for b in self._buffers]

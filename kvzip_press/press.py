@@ -16,7 +16,7 @@ from .attention import check_attention_implementation, install_routing
 from .compressor import Compressor, PrefilledContext
 from .head_scores import HeadScores
 from .kernels.api import check_backend
-from .models import evicted_layers, language_model, layer_windows
+from .models import language_model, layer_windows
 from .prompts import PROMPTS, ReplayPrompts, encode_prompts, find_tokenizer
 from .recorder import PrefillRecorder
 from .replay import REPEATS, REPLAYS
@@ -217,7 +217,7 @@ class KVzipPress(BasePress):
         """
         install_routing()
         check_attention_implementation(language_model(model).config._attn_implementation)
-        evicted = evicted_layers(layer_windows(model))
+        layer_windows(model)  # refuses layers that attend in chunks
         if self.level == HEAD_LEVEL:
             if self.head_scores is None:
                 raise ValueError("level='head' needs head_scores=HeadScores.from_text(...) or HeadScores.load(path)")
@@ -226,7 +226,6 @@ class KVzipPress(BasePress):
         tokenizer = self.tokenizer
         if tokenizer is None and prompts.needs_tokenizer:
             tokenizer = find_tokenizer(model)
-        assert evicted
         return Compressor(
             model=model,
             prompts=encode_prompts(prompts, tokenizer),

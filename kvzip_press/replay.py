@@ -361,4 +361,5 @@ def replay_row(
                 past_key_values=cache,
                 use_cache=True,
             )
-    return torch.cat([layer.scores for layer in rows if isinstance(layer, _ReplayLayer)])
+    # Layers may live on several devices
+    return torch.cat([layer.scores.to(device) for layer in rows if isinstance(layer, _ReplayLayer)])

@@ -55,7 +55,7 @@ class WindowLayer(LogicalLayer):
         return self._states_held.length - self._held_context
 
     def _truncate_tail(self, length: int) -> None:
-        self._states_held.length = self._held_context + length
+        self._states_held.truncate(self._held_context + length)
 
     def get_mask_sizes(self, cache_position: torch.Tensor) -> tuple[int, int]:
         """Length and offset of the mask: all that is held and the new tokens."""
