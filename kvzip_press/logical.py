@@ -20,6 +20,8 @@ class GrowingStates:
     """
     Keys and values of consecutive tokens in buffers that grow by doubling: no concatenation per decoded token.
 
+    Only the room after the first tokens doubles, so that a short answer does not double a window.
+
     Parameters
     ----------
     keys, values : torch.Tensor
@@ -27,7 +29,7 @@ class GrowingStates:
     """
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        self.length = keys.shape[2]
+        self.length = self._first_length = keys.shape[2]
         self._buffers = [keys, values]
 
     @property
@@ -47,7 +49,8 @@ class GrowingStates:
             for index, new in enumerate((keys, values)):
                 buffer = self._buffers[index]
                 if length > buffer.shape[2]:
-                    capacity = max(_MIN_CAPACITY, length, 2 * buffer.shape[2])
+                    spare = max(_MIN_CAPACITY, 2 * (buffer.shape[2] - self._first_length))
+                    capacity = max(length, self._first_length + spare)
                     grown = plain_empty((*buffer.shape[:2], capacity, buffer.shape[3]), buffer)
                     grown[:, :, : self.length] = buffer[:, :, : self.length]
                     self._buffers[index] = buffer = grown
@@ -68,15 +71,19 @@ class GrowingStates:
         self._buffers = [buffer.to(device, non_blocking=True) for buffer in self._buffers]
 
     def truncate(self, length: int) -> None:
-        """Keep the first ``length`` tokens; with none left the memory is released."""
+        """Keep the first ``length`` tokens; down to those of the start, spare memory is released."""
         if length == 0:
             self.clear()
+        elif length <= self._first_length < self._buffers[0].shape[2]:
+            for index, buffer in enumerate(self._buffers):
+                shrunk = plain_empty((*buffer.shape[:2], self._first_length, buffer.shape[3]), buffer)
+                self._buffers[index] = shrunk.copy_(buffer[:, :, : self._first_length])
         self.length = length
 
     def clear(self) -> None:
         """Forget everything and release the memory."""
         self._buffers = [plain_empty((*b.shape[:2], 0, b.shape[3]), b) for b in self._buffers]
-        self.length = 0
+        self.length = self._first_length = 0
 
 
 class LogicalStates:

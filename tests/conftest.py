@@ -29,6 +29,7 @@ def model() -> PreTrainedModel:
 def family(request: pytest.FixtureRequest) -> str:
     return request.param
 
+
 @pytest.fixture(scope="session")
 def smollm2() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """SmolLM2-135M-Instruct in float32, from its package."""

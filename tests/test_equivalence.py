@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny_models import FAMILIES, build_model, build_tokenizer, random_ids
 from dense_reference import dense_masked, keep_masks
+from harness import TOLERANCE, follow, make_press, prefill
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny_models import FAMILIES, build_model, build_tokenizer, random_ids
 from transformers import DynamicCache
 
 from kvzip_press import HeadScores, KVzipPress
@@ -15,8 +16,6 @@ from kvzip_press.cache import RaggedLayer
 from kvzip_press.compressor import PrefilledContext
 from kvzip_press.models import evicted_layers, language_model, layer_windows
 from kvzip_press.selection import LEVELS, Allowance
-
-TOLERANCE = dict(atol=1e-4, rtol=1e-4)
 
 
 def head_scores_for(model) -> HeadScores:
@@ -27,27 +26,7 @@ def head_scores_for(model) -> HeadScores:
 def press_for(model, level: str = "pair", **parameters) -> KVzipPress:
     if level == "head":
         parameters["head_scores"] = head_scores_for(model)
-    return KVzipPress(level=level, tokenizer=build_tokenizer(), chunk_size=32, **parameters)
-
-
-@torch.no_grad()
-def prefill(model, ids, press=None, **kwargs):
-    cache = DynamicCache()
-    if press is None:
-        model.model(input_ids=ids, past_key_values=cache, **kwargs)
-    else:
-        with press(model):
-            model.model(input_ids=ids, past_key_values=cache, **kwargs)
-    return cache
-
-
-@torch.no_grad()
-def follow(model, cache, question, steps: int = 0) -> torch.Tensor:
-    """Logits of a question and of ``steps`` greedy tokens after it."""
-    logits = [model(input_ids=question, past_key_values=cache).logits]
-    for _ in range(steps):
-        logits.append(model(input_ids=logits[-1][:, -1:].argmax(-1), past_key_values=cache).logits)
-    return torch.cat(logits, dim=1)
+    return make_press(level=level, **parameters)
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -130,7 +109,9 @@ def test_batch_with_left_padding_equals_each_row_alone(family):
         ).logits
     for index, row in enumerate(rows):
         alone = prefill(model, row, press)
-        torch.testing.assert_close(logits[index : index + 1], follow(model, alone, question[index : index + 1]), **TOLERANCE)
+        torch.testing.assert_close(
+            logits[index : index + 1], follow(model, alone, question[index : index + 1]), **TOLERANCE
+        )
 
 
 @st.composite

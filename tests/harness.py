@@ -1,0 +1,83 @@
+"""What many tests do: make a press, prefill under it, ask, and look at what a cache holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from dense_reference import keep_masks
+from tiny_models import build_tokenizer
+from torch import nn
+from transformers import Cache, DynamicCache, PreTrainedModel
+
+from kvzip_press import KVzipPress
+from kvzip_press.cache import RaggedLayer
+
+TOLERANCE = dict(atol=1e-4, rtol=1e-4)
+
+
+def make_press(**parameters) -> KVzipPress:
+    """A press with the tests' tokenizer and small chunks."""
+    return KVzipPress(**{"tokenizer": build_tokenizer(), "chunk_size": 32, **parameters})
+
+
+@torch.no_grad()
+def prefill(model: PreTrainedModel, ids: torch.Tensor, press: KVzipPress | None = None, **kwargs) -> Cache:
+    """Feed a context to a new cache, under a press if there is one."""
+    cache = DynamicCache()
+    if press is None:
+        model.model(input_ids=ids, past_key_values=cache, **kwargs)
+    else:
+        with press(model):
+            model.model(input_ids=ids, past_key_values=cache, **kwargs)
+    return cache
+
+
+@torch.no_grad()
+def follow(model: PreTrainedModel, cache: Cache, question: torch.Tensor, steps: int = 0) -> torch.Tensor:
+    """Logits of a question and of ``steps`` greedy tokens after it."""
+    logits = [model(input_ids=question, past_key_values=cache).logits]
+    for _ in range(steps):
+        logits.append(model(input_ids=logits[-1][:, -1:].argmax(-1), past_key_values=cache).logits)
+    return torch.cat(logits, dim=1)
+
+
+def ask(model: PreTrainedModel, cache: Cache, question: torch.Tensor, steps: int = 3) -> torch.Tensor:
+    """Logits of a question and of some greedy tokens after it, which then leave the cache."""
+    length = cache.get_seq_length()
+    logits = follow(model, cache, question, steps)
+    cache.crop(length)
+    return logits
+
+
+def packed_states(cache: Cache) -> list[torch.Tensor]:
+    """Copies of everything the ragged layers hold of their context."""
+    layers = [layer for layer in cache.layers if isinstance(layer, RaggedLayer)]
+    return [t.clone() for layer in layers for t in (layer.packed_keys, layer.packed_values, layer.cu_seqlens)]
+
+
+def all_equal(tensors: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
+    """Whether two lists of tensors are equal bit for bit."""
+    return len(tensors) == len(others) and all(map(torch.equal, tensors, others))
+
+
+def kept_positions(full: Cache, compressed: Cache, row: int = 0) -> list[list[set[int]]]:
+    """Which positions each layer and head of a compressed cache kept, found by their keys in the full cache."""
+    masks = keep_masks(full, compressed)
+    return [[set(head.nonzero().flatten().tolist()) for head in masks[layer][row]] for layer in sorted(masks)]
+
+
+@contextmanager
+def counted_calls(module: nn.Module) -> Iterator[list[tuple[int, ...]]]:
+    """Collect the output shape of every forward of a module, e.g. of ``model.lm_head``; ``()`` if it is no tensor."""
+    shapes: list[tuple[int, ...]] = []
+
+    def record(module, args, output):
+        shapes.append(tuple(output.shape) if isinstance(output, torch.Tensor) else ())
+
+    handle = module.register_forward_hook(record)
+    try:
+        yield shapes
+    finally:
+        handle.remove()

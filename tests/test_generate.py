@@ -1,0 +1,323 @@
+"""generate inside the press and with a compressed cache, prefills in several calls, batches and beams."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from harness import TOLERANCE, all_equal, ask, follow, make_press, packed_states, prefill
+from tiny_models import build_model, random_ids
+from transformers import DynamicCache
+
+from kvzip_press import cache_nbytes, is_compressed, kept_fraction
+from kvzip_press.cache import RaggedLayer
+from kvzip_press.models import language_model
+
+PROMPT = random_ids(80, seed=1)
+LONG = random_ids(300, seed=2)
+GREEDY = dict(do_sample=False, max_new_tokens=8, eos_token_id=None)
+
+
+@torch.no_grad()
+def prefill_then_decode(model, ids, press, steps: int = 8) -> tuple[torch.Tensor, DynamicCache]:
+    """What generate under a press must give: the prompt prefilled, its cache compressed, then a greedy loop."""
+    cache = DynamicCache()
+    with press(model):
+        logits = model(input_ids=ids, past_key_values=cache).logits
+    tokens = [logits[:, -1:].argmax(-1)]
+    while len(tokens) < steps:
+        tokens.append(model(input_ids=tokens[-1], past_key_values=cache).logits[:, -1:].argmax(-1))
+    return torch.cat([ids, *tokens], dim=1), cache
+
+
+def test_generate_inside_the_press_is_compressed(family):
+    """Its tokens are those of prefill, compression and a greedy loop, and its cache holds what that one holds."""
+    model, press, cache = build_model(family), make_press(ratio=0.2), DynamicCache()
+    expected, expected_cache = prefill_then_decode(model, PROMPT, press)
+    with press(model):
+        out = model.generate(PROMPT, past_key_values=cache, **GREEDY)
+    assert torch.equal(out, expected)
+    assert all_equal(packed_states(cache), packed_states(expected_cache))
+    assert cache.get_seq_length() == PROMPT.shape[1] + 7
+    assert kept_fraction(cache) == pytest.approx(0.2, abs=0.01)
+
+
+def test_generate_without_a_cache_argument_is_compressed_too(model):
+    """The cache that generate makes itself is compressed before the first decode step."""
+    press = make_press(ratio=0.2)
+    with press(model):
+        out = model.generate(PROMPT, return_dict_in_generate=True, **GREEDY)
+    expected, _ = prefill_then_decode(model, PROMPT, press)
+    assert torch.equal(out.sequences, expected)
+    assert kept_fraction(out.past_key_values) == pytest.approx(0.2, abs=0.01)
+
+
+def test_generate_under_a_press_differs_from_generate_without(model):
+    """With few pairs kept the tokens change: the decode steps do read the compressed cache."""
+    with make_press(ratio=0.05, n_sink=1)(model):
+        compressed = model.generate(LONG, **GREEDY | {"max_new_tokens": 20})
+    assert not torch.equal(compressed, model.generate(LONG, **GREEDY | {"max_new_tokens": 20}))
+
+
+def test_generate_inside_the_press_holds_the_bytes_of_what_is_kept(model):
+    """After generate the cache holds the kept fraction of the prompt's bytes and the answer, no more."""
+    cache = DynamicCache()
+    with make_press(ratio=0.2)(model):
+        model.generate(LONG, past_key_values=cache, **GREEDY)
+    full_bytes = cache_nbytes(prefill(model, LONG))
+    tail_bytes = 2 * 4 * 2 * 64 * 8 * 4  # keys and values, layers, heads, smallest tail, head_dim, float32
+    pairs = sum(len(layer.packed_keys) for layer in cache.layers)
+    assert pairs == round(0.2 * 296 * 8) + 4 * 8
+    assert cache_nbytes(cache) < full_bytes * pairs / (300 * 8) + tail_bytes + 200
+
+
+@torch.no_grad()
+def chunked_prefill_then_decode(model, press, chunk: int) -> tuple[torch.Tensor, DynamicCache]:
+    """Prefill in several calls and a greedy loop, at the positions that transformers' chunked prefill gives."""
+    calls, cache = [], DynamicCache()
+    handle = model.model.register_forward_pre_hook(lambda module, args, kwargs: calls.append(kwargs), with_kwargs=True)
+    model.generate(PROMPT, prefill_chunk_size=chunk, **GREEDY)
+    handle.remove()
+    positions = [{key: call[key] for key in ("position_ids", "cache_position")} for call in calls]
+    parts = PROMPT.split(chunk, dim=1)
+    with press(model):
+        for part, where in zip(parts, positions, strict=False):
+            logits = model(input_ids=part, past_key_values=cache, **where).logits
+    tokens = [logits[:, -1:].argmax(-1)]
+    for where in positions[len(parts) :]:
+        tokens.append(model(input_ids=tokens[-1], past_key_values=cache, **where).logits[:, -1:].argmax(-1))
+    return torch.cat([PROMPT, *tokens], dim=1), cache
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 40, 79, 80, 200])
+def test_generate_with_a_chunked_prefill(model, chunk):
+    """With prefill_chunk_size all chunks are one context, compressed once, before the first decode step."""
+    press, cache = make_press(ratio=0.2), DynamicCache()
+    expected, expected_cache = chunked_prefill_then_decode(model, press, chunk)
+    with press(model):
+        out = model.generate(PROMPT, past_key_values=cache, prefill_chunk_size=chunk, **GREEDY)
+    assert torch.equal(out, expected)
+    assert all_equal(packed_states(cache), packed_states(expected_cache))
+    assert kept_fraction(cache) == pytest.approx(0.2, abs=0.01)
+    with make_press(ratio=1.0)(model):
+        whole = model.generate(PROMPT, prefill_chunk_size=chunk, **GREEDY)
+    assert torch.equal(whole, model.generate(PROMPT, prefill_chunk_size=chunk, **GREEDY))
+
+
+def test_generate_with_a_compressed_cache(family):
+    """generate(context + question, past_key_values=cache) reads only the question and continues from the cache."""
+    model, question = build_model(family), random_ids(6, seed=4)
+    cache = prefill(model, PROMPT, make_press(ratio=0.3))
+    fed = []
+    handle = language_model(model).norm.register_forward_hook(lambda module, args, out: fed.append(out.shape[1]))
+    out = model.generate(torch.cat([PROMPT, question], dim=1), past_key_values=cache, **GREEDY)
+    handle.remove()
+    assert fed == [6] + [1] * 7
+    cache.crop(PROMPT.shape[1])
+    logits = ask(model, cache, question, 7)
+    assert torch.equal(out[0, -8:], logits[0, 5:].argmax(-1))
+
+
+def test_generate_in_the_block_and_after_it(model):
+    """A cache that generate compressed in the block serves a second generate after it, as a continued greedy loop."""
+    press, cache = make_press(ratio=0.3), DynamicCache()
+    with press(model):
+        first = model.generate(PROMPT, past_key_values=cache, **GREEDY)
+    states = packed_states(cache)
+    both = model.generate(first, past_key_values=cache, **GREEDY)
+    expected, _ = prefill_then_decode(model, PROMPT, press, steps=16)
+    assert torch.equal(both, expected)
+    assert all_equal(packed_states(cache), states)
+
+
+def test_two_generates_in_one_block_are_two_contexts(model):
+    """Each generate of a block has its own cache, compressed on its own."""
+    press, caches = make_press(ratio=0.3), [DynamicCache(), DynamicCache()]
+    prompts = [PROMPT, random_ids(50, seed=5)]
+    with press(model):
+        outs = [model.generate(p, past_key_values=c, **GREEDY) for p, c in zip(prompts, caches, strict=True)]
+    for prompt, cache, out in zip(prompts, caches, outs, strict=True):
+        expected, expected_cache = prefill_then_decode(model, prompt, press)
+        assert torch.equal(out, expected) and all_equal(packed_states(cache), packed_states(expected_cache))
+
+
+def test_generate_in_the_block_with_a_cache_that_is_compressed_already(model):
+    """A follow-up question inside a block is answered from the compressed cache, which is not compressed again."""
+    press, question = make_press(ratio=0.3), random_ids(6, seed=4)
+    cache = prefill(model, PROMPT, press)
+    states = packed_states(cache)
+    expected = ask(model, cache, question, 7)[0, 5:].argmax(-1)
+    with press(model):
+        out = model.generate(torch.cat([PROMPT, question], dim=1), past_key_values=cache, **GREEDY)
+    assert torch.equal(out[0, -8:], expected)
+    assert all_equal(packed_states(cache), states) and cache.layers[0].tail_length == 6 + 7
+
+
+@pytest.mark.parametrize("sizes", [(45, 45), (1, 89), (89, 1), (10,) * 9, (1,) * 90])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "mistral-sliding"])
+def test_a_prefill_in_many_calls_equals_one_call(family, sizes):
+    """Two or ninety calls that fill one cache are one context: same pairs kept, same answers."""
+    model, press = build_model(family), make_press(ratio=0.3)
+    ids, question = random_ids(90, seed=3), random_ids(5, seed=4)
+    whole, cache = prefill(model, ids, press), DynamicCache()
+    with torch.no_grad(), press(model):
+        for part in ids.split(sizes, dim=1):
+            language_model(model)(input_ids=part, past_key_values=cache)
+            assert not is_compressed(cache)
+    assert cache.get_seq_length() == 90
+    for layer, expected in zip(cache.layers, whole.layers, strict=True):
+        if isinstance(expected, RaggedLayer):
+            assert torch.equal(layer.cu_seqlens, expected.cu_seqlens)
+            torch.testing.assert_close(layer.packed_keys, expected.packed_keys, **TOLERANCE)
+            torch.testing.assert_close(layer.packed_values, expected.packed_values, **TOLERANCE)
+    torch.testing.assert_close(ask(model, cache, question), ask(model, whole, question), **TOLERANCE)
+
+
+def test_caches_filled_alternately_in_one_block(model):
+    """Two caches filled in turn inside one block are two contexts, each compressed as alone."""
+    press, caches = make_press(ratio=0.3), [DynamicCache(), DynamicCache()]
+    contexts = [random_ids(60, seed=5), random_ids(60, seed=6)]
+    with torch.no_grad(), press(model):
+        for part in range(2):
+            for ids, cache in zip(contexts, caches, strict=True):
+                model.model(input_ids=ids[:, 30 * part : 30 * part + 30], past_key_values=cache)
+    for ids, cache in zip(contexts, caches, strict=True):
+        expected = prefill(model, ids, press)
+        assert [layer.head_lengths.tolist() for layer in cache.layers] == [
+            layer.head_lengths.tolist() for layer in expected.layers
+        ]
+
+
+def test_a_cache_that_was_filled_before_the_block_is_refused(model):
+    """Tokens that the press did not see can't be replayed: an error before the forward, and the cache unchanged."""
+    cache = prefill(model, PROMPT)
+    with pytest.raises(ValueError, match="already holds 80 tokens.*under the press"), make_press()(model):
+        model.model(input_ids=random_ids(5), past_key_values=cache)
+    assert cache.get_seq_length() == 80 and not is_compressed(cache)
+
+
+def test_a_cache_that_was_cropped_in_the_block_is_refused(model):
+    """A cache that no longer holds what was fed is not compressed to something else, silently."""
+    cache = DynamicCache()
+    with pytest.raises(ValueError, match="holds 70 tokens but 80 were fed"), torch.no_grad(), make_press()(model):
+        model.model(input_ids=PROMPT, past_key_values=cache)
+        cache.crop(70)
+    assert not is_compressed(cache)
+
+
+def test_a_batch_equals_each_row_alone(family):
+    """Two contexts of one length in a batch keep and answer what each keeps and answers alone."""
+    model, press = build_model(family), make_press(ratio=0.3)
+    ids, question = random_ids(70, batch_size=2, seed=7), random_ids(5, batch_size=2, seed=8)
+    logits = ask(model, prefill(model, ids, press), question)
+    for row in range(2):
+        alone = ask(model, prefill(model, ids[row : row + 1], press), question[row : row + 1])
+        torch.testing.assert_close(logits[row : row + 1], alone, **TOLERANCE)
+
+
+def test_generate_of_a_padded_batch_equals_each_row_alone(model):
+    """Left-padded prompts generated in one batch inside the press give each row's own tokens."""
+    press = make_press(ratio=0.4)
+    rows = [random_ids(80, seed=9), random_ids(50, seed=10)]
+    ids = torch.cat([torch.nn.functional.pad(row, (80 - row.shape[1], 0)) for row in rows])
+    mask = torch.stack([torch.arange(80) >= 80 - row.shape[1] for row in rows]).long()
+    with press(model):
+        out = model.generate(ids, attention_mask=mask, **GREEDY)
+    for index, row in enumerate(rows):
+        expected, _ = prefill_then_decode(model, row, press)
+        assert torch.equal(out[index, 80:], expected[0, row.shape[1] :])
+
+
+def test_right_padding_is_refused(model):
+    """A mask with zeros after the text would put padding among the context's tokens: refused with the remedy."""
+    mask = torch.ones(2, 80, dtype=torch.long)
+    mask[1, 60:] = 0
+    cache = DynamicCache()
+    with pytest.raises(ValueError, match="pad on the left"), torch.no_grad(), make_press()(model):
+        model.model(input_ids=PROMPT.repeat(2, 1), attention_mask=mask, past_key_values=cache)
+    assert not is_compressed(cache)
+
+
+def greedy_beams(model, cache, question, num_beams: int = 2):
+    ids = torch.cat([PROMPT, question], dim=1)
+    return model.generate(ids, past_key_values=cache, num_beams=num_beams, **GREEDY)
+
+
+def test_beam_search_on_a_compressed_cache(model):
+    """Beams on a compressed cache at ratio 1 give the beams of the full cache, and run at ratio 0.3."""
+    question = random_ids(4, seed=4)
+    caches = [prefill(model, PROMPT, press) for press in (None, make_press(ratio=1.0), make_press(ratio=0.3))]
+    for cache in caches:
+        cache.batch_repeat_interleave(2)
+    full, all_kept, compressed = (greedy_beams(model, cache, question) for cache in caches)
+    assert torch.equal(all_kept, full)
+    assert compressed.shape == (1, PROMPT.shape[1] + 4 + 8)
+    assert caches[2].layers[0].batch_size == 2
+
+
+def test_beam_search_inside_the_press(model):
+    """Beams inside the press keep one context's pairs in both rows; at ratio 1 they are the beams without a press."""
+    expected = model.generate(PROMPT, num_beams=2, **GREEDY)
+    with make_press(ratio=1.0)(model):
+        assert torch.equal(model.generate(PROMPT, num_beams=2, **GREEDY), expected)
+    cache = DynamicCache()
+    with make_press(ratio=0.3)(model):
+        out = model.generate(PROMPT, num_beams=2, past_key_values=cache, **GREEDY)
+    assert out.shape == expected.shape
+    assert kept_fraction(cache) == pytest.approx(0.3, abs=0.01)
+    for layer in cache.layers:
+        assert layer.head_lengths[0].tolist() == layer.head_lengths[1].tolist()
+
+
+def test_beams_on_a_compressed_cache_are_those_of_the_masked_dense_cache(model):
+    """Every beam step equals that of a full cache whose evicted pairs are masked out."""
+    from dense_reference import dense_masked, keep_masks
+
+    question = random_ids(4, seed=4)
+    compressed, full = prefill(model, PROMPT, make_press(ratio=0.3)), prefill(model, PROMPT)
+    keep = {layer: mask.repeat(2, 1, 1) for layer, mask in keep_masks(full, compressed).items()}
+    compressed.batch_repeat_interleave(2)
+    full.batch_repeat_interleave(2)
+    ours = greedy_beams(model, compressed, question)
+    with dense_masked(model, keep):
+        assert torch.equal(ours, greedy_beams(model, full, question))
+
+
+def test_batch_repeat_interleave_repeats_every_row(family):
+    """After batch_repeat_interleave each copy of a row answers as the row alone."""
+    model, press = build_model(family), make_press(ratio=0.3)
+    ids, question = random_ids(60, batch_size=2, seed=7), random_ids(5, seed=8)
+    cache = prefill(model, ids, press)
+    cache.batch_repeat_interleave(3)
+    logits = ask(model, cache, question.repeat(6, 1))
+    for row in range(6):
+        alone = ask(model, prefill(model, ids[row // 3 : row // 3 + 1], press), question)
+        torch.testing.assert_close(logits[row : row + 1], alone, **TOLERANCE)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "mistral-sliding"])
+@pytest.mark.parametrize("rows", [[2, 0, 1], [1, 1, 0], [2]])
+def test_rows_can_be_reordered_and_selected_with_their_tails(family, rows):
+    """reorder_cache and batch_select_indices move contexts, tails and counts of rows together."""
+    model, press = build_model(family), make_press(ratio=0.3)
+    ids, questions = random_ids(60, batch_size=3, seed=7), random_ids(5, batch_size=3, seed=8)
+    later = random_ids(4, seed=9).repeat(len(rows), 1)
+    for method in ("reorder_cache", "batch_select_indices"):
+        cache = prefill(model, ids, press)
+        follow(model, cache, questions)
+        getattr(cache, method)(torch.tensor(rows))
+        logits = follow(model, cache, later)
+        assert logits.shape[0] == len(rows)
+        assert kept_fraction(cache) == pytest.approx(0.3, abs=0.01)
+        for index, row in enumerate(rows):
+            alone = prefill(model, ids[row : row + 1], press)
+            follow(model, alone, questions[row : row + 1])
+            torch.testing.assert_close(logits[index : index + 1], follow(model, alone, later[:1]), **TOLERANCE)
+
+
+def test_a_batch_of_another_size_is_refused(model):
+    """Asking a cache of one row with two rows names the remedy."""
+    cache = prefill(model, PROMPT, make_press(ratio=0.3))
+    states = packed_states(cache)
+    with pytest.raises(ValueError, match="holds 1 rows, the input has 2.*batch_repeat_interleave"):
+        follow(model, cache, random_ids(4, batch_size=2))
+    assert all_equal(packed_states(cache), states)

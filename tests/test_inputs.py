@@ -1,0 +1,368 @@
+"""What a press takes: ways to call the model, tokenizers, chat prefixes, short contexts, parameters."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import numpy as np
+import pytest
+import torch
+from harness import TOLERANCE, all_equal, ask, counted_calls, follow, kept_positions, make_press, packed_states, prefill
+from tiny_models import build_model, build_tokenizer, random_ids
+from transformers import DynamicCache
+
+from kvzip_press import KVzipPress, ReplayPrompts, is_compressed, kept_fraction
+from kvzip_press.models import language_model
+
+IDS = random_ids(80, seed=1)
+QUESTION = random_ids(5, seed=2)
+IDS_ONLY = ReplayPrompts(first=[10, 11, 12], later=[13, 14], anchor_tokens=4, suffix=[15], prefix_length=3)
+
+
+def chat_ids(text: str) -> torch.Tensor:
+    """Ids of a text inside the tests' chat template: its prefix is `<s>user:`, 6 tokens."""
+    return torch.tensor([build_tokenizer().encode("<s>user:" + text, add_special_tokens=False)])
+
+
+@torch.no_grad()
+def test_positional_arguments_equal_keywords(model):
+    """Ids and cache given by position, to the model or its decoder, compress as given by keyword."""
+    press = make_press(ratio=0.3)
+    expected = packed_states(prefill(model, IDS, press))
+    for call in (
+        lambda cache: model(IDS, None, None, cache),
+        lambda cache: model.model(IDS, None, None, cache),
+        lambda cache: model(IDS, past_key_values=cache),
+    ):
+        cache = DynamicCache()
+        with press(model):
+            call(cache)
+        assert all_equal(packed_states(cache), expected)
+
+
+@torch.no_grad()
+def test_a_cache_that_the_model_makes_itself_is_compressed(model):
+    """Without past_key_values the returned cache is the compressed one."""
+    press = make_press(ratio=0.3)
+    with press(model):
+        outer, inner = model(IDS), model.model(IDS, use_cache=True)
+        as_tuple = model(IDS, return_dict=False)
+    expected = packed_states(prefill(model, IDS, press))
+    for cache in (outer.past_key_values, inner.past_key_values, as_tuple[1]):
+        assert all_equal(packed_states(cache), expected)
+
+
+@torch.no_grad()
+def test_embeddings_equal_the_ids_they_come_from(family):
+    """With inputs_embeds, and the prefix given, the same pairs are kept as with ids."""
+    model = build_model(family)
+    press = make_press(ratio=0.3, prompts=ReplayPrompts(anchor_tokens=0, prefix_length=7))
+    expected, cache = prefill(model, IDS, press), DynamicCache()
+    with press(model):
+        language_model(model)(inputs_embeds=model.get_input_embeddings()(IDS), past_key_values=cache)
+    for states, reference in zip(packed_states(cache), packed_states(expected), strict=True):
+        torch.testing.assert_close(states, reference, **TOLERANCE)
+    torch.testing.assert_close(ask(model, cache, QUESTION), ask(model, expected, QUESTION), **TOLERANCE)
+
+
+def test_generate_from_embeddings(model):
+    """generate with inputs_embeds inside a press gives the tokens that ids give."""
+    press = make_press(ratio=0.3, prompts=ReplayPrompts(anchor_tokens=0, prefix_length=7))
+    options = dict(max_new_tokens=6, do_sample=False, eos_token_id=None)
+    with press(model):
+        by_ids = model.generate(IDS, **options)
+        by_embeds = model.generate(inputs_embeds=model.get_input_embeddings()(IDS).detach(), **options)
+    assert torch.equal(by_embeds, by_ids[:, IDS.shape[1] :])
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3-image-text"])
+@pytest.mark.parametrize("entry", ["model", "model.model"])
+@torch.no_grad()
+def test_ids_are_known_wherever_the_model_is_entered(family, entry):
+    """An image-text model turns ids into embeddings between its modules: prefix and anchors are found nonetheless."""
+    model, press, cache = build_model(family), make_press(ratio=0.1), DynamicCache()
+    ids = chat_ids("a" * 40 + "b" * 40)
+    with press(model):
+        (model if entry == "model" else model.model)(input_ids=ids, past_key_values=cache)
+    expected = prefill(model, ids, press)
+    assert [layer.prefix_pairs for layer in cache.layers if hasattr(layer, "prefix_pairs")][0] == [12]
+    for states, reference in zip(packed_states(cache), packed_states(expected), strict=True):
+        torch.testing.assert_close(states, reference, **TOLERANCE)
+
+
+def test_a_forward_without_a_cache_raises_before_any_work(model):
+    """use_cache=False leaves nothing to compress: an error before the first layer runs."""
+    with counted_calls(model.model.embed_tokens) as forwards:
+        with pytest.raises(ValueError, match="use_cache=True"), make_press()(model):
+            model.model(input_ids=IDS, use_cache=False)
+    assert forwards == []
+    model.config.use_cache = False
+    with pytest.raises(ValueError, match="use_cache=True"), torch.no_grad(), make_press()(model):
+        model.model(input_ids=IDS)
+
+
+def test_an_empty_block_does_nothing(model):
+    """A block without a forward ends without an error."""
+    with make_press()(model):
+        pass
+
+
+def test_a_model_made_in_memory_needs_a_tokenizer_and_says_so(model):
+    """A model without a name gives an error that names tokenizer=, before any forward."""
+    with counted_calls(model.model.embed_tokens) as forwards:
+        with pytest.raises(ValueError, match="LlamaForCausalLM was built in memory.*tokenizer="):
+            with KVzipPress()(model):
+                model.model(input_ids=IDS, past_key_values=DynamicCache())
+    assert forwards == []
+    cache = prefill(model, IDS, KVzipPress(tokenizer=build_tokenizer()))
+    assert is_compressed(cache)
+
+
+def test_a_name_without_a_tokenizer_says_so(model, tmp_path):
+    """A model whose folder has no tokenizer gives an error that names the folder and tokenizer=."""
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=f"{tmp_path.name}.*tokenizer="), KVzipPress()(loaded):
+        pass
+
+
+def test_the_tokenizer_is_found_by_the_models_name(model, tmp_path):
+    """A model loaded from a folder with a tokenizer needs no tokenizer=."""
+    model.save_pretrained(tmp_path)
+    build_tokenizer().save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path).eval()
+    ids = chat_ids("The harbour was rebuilt in 1907, the tower in 1911.")
+    found = prefill(loaded, ids, KVzipPress(ratio=0.3))
+    given = prefill(loaded, ids, KVzipPress(ratio=0.3, tokenizer=build_tokenizer()))
+    assert all_equal(packed_states(found), packed_states(given))
+
+
+def test_prompts_of_ids_need_no_tokenizer(model):
+    """Prompts given as ids, with a prefix length, compress a model in memory without any tokenizer."""
+    press = KVzipPress(ratio=0.3, chunk_size=32, prompts=IDS_ONLY)
+    full, cache = prefill(model, IDS), prefill(model, IDS, press)
+    assert all({0, 1, 2} <= head for heads in kept_positions(full, cache) for head in heads)
+    with_tokenizer = make_press(ratio=0.3, prompts=IDS_ONLY)
+    assert all_equal(packed_states(cache), packed_states(prefill(model, IDS, with_tokenizer)))
+
+
+def test_the_prompts_are_what_is_fed(model):
+    """The ids fed in the replay are prompt, anchor, suffix and chunk, in this order."""
+    fed = []
+    handle = model.model.register_forward_pre_hook(
+        lambda module, args, kwargs: fed.append(kwargs["input_ids"][0].tolist()), with_kwargs=True
+    )
+    prefill(model, IDS, KVzipPress(ratio=0.3, chunk_size=40, prompts=IDS_ONLY))
+    handle.remove()
+    ids = IDS[0].tolist()
+    # 3 prefix tokens, 4 sinks: token 3 is the last that is not replayed
+    assert fed == [ids, [10, 11, 12, 15, *ids[4:44]], [13, 14, *ids[40:44], 15, *ids[44:80]]]
+
+
+@pytest.mark.parametrize("level", ["pair", "pair-layer", "pair-uniform"])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "mistral"])
+def test_the_chat_prefix_is_kept_in_every_head(family, level):
+    """However little is kept, the tokens of the chat template before the user's text stay in every head."""
+    model = build_model(family)
+    ids = chat_ids("The harbour was rebuilt in 1907, and again in 1931. " * 2)
+    compressed = prefill(model, ids, make_press(ratio=0.02, level=level))
+    for heads in kept_positions(prefill(model, ids), compressed):
+        for head in heads:
+            assert set(range(6)) <= head
+    assert kept_fraction(compressed) == pytest.approx(0.02, abs=0.01)
+
+
+def test_a_long_system_prompt_is_kept_in_every_head(model):
+    """A system prompt of the template, much longer than the sinks, is part of the prefix and never evicted."""
+    system = "You are a helpful assistant who answers in one short sentence."
+    tokenizer = build_tokenizer(
+        "<s>system:" + system + "{% for m in messages %}<s>user:{{ m['content'] }}<e>{% endfor %}"
+    )
+    prefix = "<s>system:" + system + "<s>user:"
+    ids = torch.tensor([tokenizer.encode(prefix + "The tower was built in 1907. " * 3, add_special_tokens=False)])
+    length = len(tokenizer.encode(prefix, add_special_tokens=False))
+    assert length == 76
+    compressed = prefill(model, ids, make_press(ratio=0.05, tokenizer=tokenizer))
+    for heads in kept_positions(prefill(model, ids), compressed):
+        for head in heads:
+            assert set(range(length)) <= head
+            assert not set(range(length, ids.shape[1])) <= head
+
+
+def test_a_raw_context_keeps_its_sinks_and_nothing_else_for_free(model):
+    """Outside of the chat template only the first tokens are protected; the user's text competes as a whole."""
+    ids = random_ids(100, seed=5)
+    kept = kept_positions(prefill(model, ids), prefill(model, ids, make_press(ratio=0.1, level="pair-uniform")))
+    for heads in kept:
+        for head in heads:
+            assert set(range(4)) <= head and len(head) == 4 + round(0.1 * 96)
+    without = prefill(model, ids, make_press(ratio=0.1, level="pair-uniform", n_sink=0))
+    assert all(len(head) == 10 for heads in kept_positions(prefill(model, ids), without) for head in heads)
+    assert without.layers[0].prefix_pairs == [0]
+
+
+def test_without_a_chat_template_the_bos_token_is_the_prefix(model):
+    """kvpress's pipeline puts the BOS token before a raw text: it is kept, even without sinks."""
+    tokenizer = build_tokenizer(None)
+    ids = torch.tensor([[1, *random_ids(60)[0].tolist()]])
+    cache = prefill(model, ids, make_press(tokenizer=tokenizer, ratio=0.1, n_sink=0))
+    assert cache.layers[0].prefix_pairs == [2]
+    assert all(0 in head for heads in kept_positions(prefill(model, ids), cache) for head in heads)
+
+
+@pytest.mark.parametrize("length", range(1, 11))
+@pytest.mark.parametrize("level", ["pair", "pair-layer", "pair-uniform"])
+def test_short_contexts_keep_every_layer(family, length, level):
+    """From 1 to 10 tokens no head goes empty: sinks stay, the rest is counted, and the cache still answers."""
+    model = build_model(family)
+    ids = random_ids(length, seed=length)
+    cache = prefill(model, ids, make_press(ratio=0.3, level=level))
+    assert cache.get_seq_length() == length
+    for layer in cache.layers:
+        if hasattr(layer, "head_lengths"):
+            assert layer.head_lengths.min() >= min(4, length)
+    if length <= 4:
+        full = prefill(model, ids)
+        torch.testing.assert_close(ask(model, cache, QUESTION), ask(model, full, QUESTION), **TOLERANCE)
+    else:
+        assert torch.isfinite(ask(model, cache, QUESTION)).all()
+
+
+NOT_A_FRACTION = [math.nan, math.inf, -0.1, True, False, "x", "0.3", [0.3], 1.5]
+
+
+@pytest.mark.parametrize("value", [*NOT_A_FRACTION, 0, 0.0])
+def test_a_bad_ratio_is_refused_in_the_constructor_and_later(value):
+    """What is no fraction to keep is refused at once, named with its value, and the press stays as it was."""
+    with pytest.raises(ValueError, match=r"ratio must be a number in \(0, 1\]"):
+        KVzipPress(ratio=value)
+    press = KVzipPress(ratio=0.4)
+    with pytest.raises(ValueError, match="got"):
+        press.ratio = value
+    assert (press.ratio, press.compression_ratio) == (0.4, 0.6)
+
+
+@pytest.mark.parametrize("value", [*NOT_A_FRACTION, 1, 1.0])
+def test_a_bad_compression_ratio_is_refused_in_the_constructor_and_later(value):
+    """Removing everything, or what is no fraction, is refused at once, and the press stays as it was."""
+    with pytest.raises(ValueError, match=r"compression_ratio must be a number in \[0, 1\)"):
+        KVzipPress(compression_ratio=value)
+    press = KVzipPress(ratio=0.4)
+    with pytest.raises(ValueError, match="got"):
+        press.compression_ratio = value
+    assert (press.ratio, press.compression_ratio) == (0.4, 0.6)
+
+
+@pytest.mark.parametrize("name", ["ratio", "compression_ratio", "budget"])
+def test_the_amount_can_not_be_unset(name):
+    """None, set later, would leave a press without an amount: refused."""
+    press = KVzipPress(ratio=0.4)
+    with pytest.raises(ValueError, match=f"{name} can't be unset"):
+        setattr(press, name, None)
+    assert press.ratio == 0.4
+
+
+def test_ratio_and_compression_ratio_are_one_state(model):
+    """Setting one name changes what the other says, and what a context keeps."""
+    press = make_press(ratio=0.3)
+    assert press.compression_ratio == 0.7
+    for removed in (0.25, 0.5, 0.75, 0.875):
+        press.compression_ratio = removed
+        assert press.compression_ratio == removed and press.ratio == 1 - removed
+        assert kept_fraction(prefill(model, IDS, press)) == pytest.approx(1 - removed, abs=1e-3)
+    press.ratio = 1
+    assert press.compression_ratio == 0
+    assert KVzipPress(ratio=0.3, compression_ratio=0.7).ratio == 0.3
+    with pytest.raises(ValueError, match="give one of.*ratio=0.3, compression_ratio=0.3"):
+        KVzipPress(ratio=0.3, compression_ratio=0.3)
+    assert KVzipPress(compression_ratio=np.float64(0.25)).ratio == 0.75
+
+
+def test_a_budget_replaces_the_fraction_and_back():
+    """A budget has no fraction until a context is known; setting a fraction ends the budget."""
+    press = KVzipPress(budget=16)
+    assert (press.ratio, press.compression_ratio, press.budget) == (None, None, 16)
+    press.compression_ratio = 0.25
+    assert (press.ratio, press.compression_ratio, press.budget) == (0.75, 0.25, None)
+    press.budget = 8
+    assert (press.ratio, press.compression_ratio, press.budget) == (None, None, 8)
+    with pytest.raises(ValueError, match="give one of"):
+        KVzipPress(ratio=0.3, budget=16)
+    for value in (0, -1, 1.5, True, "8"):
+        with pytest.raises(ValueError, match="budget must be a whole number of at least 1"):
+            press.budget = value
+    assert press.budget == 8
+
+
+def test_the_use_that_the_evaluation_of_kvpress_makes(model):
+    """One instance, its ratio set after construction, serves many contexts under inference mode and is read back."""
+    press = make_press()
+    for name, ratio in ((name, ratio) for name in ("a", "b") for ratio in (0.25, 0.5, 0.75, 0.875)):
+        press.compression_ratio = ratio
+        with torch.inference_mode():
+            cache = DynamicCache()
+            with press(model):
+                model.model(input_ids=random_ids(60, seed=ord(name)), past_key_values=cache)
+        assert press.compression_ratio == ratio
+        assert kept_fraction(cache) == pytest.approx(1 - ratio, abs=1e-3)
+
+
+def test_the_printed_press_is_short_and_always_the_same(model):
+    """str(press), which goes into result files, names the amount and what differs from the default, and no object."""
+    assert str(KVzipPress()) == "KVzipPress(ratio=0.3)"
+    press = KVzipPress(compression_ratio=0.25, level="pair-layer", tokenizer=build_tokenizer())
+    assert str(press) == repr(press) == "KVzipPress(ratio=0.75, level='pair-layer')"
+    prefill(model, IDS, press)
+    assert str(press) == "KVzipPress(ratio=0.75, level='pair-layer')"
+    assert str(KVzipPress(budget=64)) == "KVzipPress(budget=64)"
+    assert str(copy.deepcopy(press)) == str(press)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("level", "tokens", "level must be one of 'pair'.*got 'tokens'"),
+        ("replay", "none", "replay must be one of 'local', 'full', got 'none'"),
+        ("scorer", None, "scorer must be one of 'kvzip'.*got None"),
+        ("repeat", "all", "repeat must be one of 'context'.*got 'all'"),
+        ("prompts", "long", "prompts must be one of 'default', 'paper', got 'long'"),
+        ("backend", "fast", "backend must be one of auto.*got 'fast'"),
+        ("chunk_size", 0, "chunk_size must be a whole number of at least 1, got 0"),
+        ("chunk_size", 2.5, "chunk_size must be a whole number.*got 2.5"),
+        ("n_sink", -1, "n_sink must be a whole number of at least 0, got -1"),
+        ("head_scores", torch.ones(4, 2), "head_scores must be a HeadScores, got Tensor.*HeadScores.load"),
+    ],
+)
+def test_every_other_parameter_is_checked_whenever_it_is_set(name, value, message):
+    """A value out of range is refused in the constructor and later, with the value and what is possible."""
+    with pytest.raises(ValueError, match=message):
+        KVzipPress(**{name: value})
+    press = KVzipPress()
+    before = getattr(press, name)
+    with pytest.raises(ValueError, match=message):
+        setattr(press, name, value)
+    assert getattr(press, name) is before
+
+
+@pytest.mark.parametrize("implementation", ["eager", "flex_attention", "paged|sdpa"])
+def test_attention_that_can_not_be_routed_is_refused_before_any_forward(model, implementation):
+    """Eager, flex and paged attention are refused when the block is entered, with the remedy."""
+    model.config._attn_implementation = implementation
+    with counted_calls(model.model.embed_tokens) as forwards:
+        with pytest.raises(ValueError, match="set_attn_implementation.'sdpa'"), make_press()(model):
+            model.model(input_ids=IDS, past_key_values=DynamicCache())
+    assert forwards == []
+
+
+def test_a_compressed_cache_used_with_eager_attention_raises(family):
+    """Eager attention can't see the compressed context: it raises instead of answering from the question alone."""
+    model = build_model(family)
+    cache = prefill(model, IDS, make_press(ratio=0.3))
+    expected = ask(model, cache, QUESTION)
+    model.set_attn_implementation("eager")
+    with pytest.raises(RuntimeError, match="can't read a compressed KV cache.*set_attn_implementation.'sdpa'"):
+        follow(model, cache, QUESTION)
+    model.set_attn_implementation("sdpa")
+    cache.crop(IDS.shape[1])
+    assert torch.equal(ask(model, cache, QUESTION), expected)

@@ -1,0 +1,372 @@
+"""A compressed context lives in its cache alone: no other cache, thread or later forward can touch it."""
+
+from __future__ import annotations
+
+import copy
+import io
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from harness import all_equal, ask, counted_calls, follow, make_press, packed_states, prefill
+from tiny_models import build_model, random_ids
+from transformers import DynamicCache
+
+from kvzip_press import PROMPTS, is_compressed, kept_fraction
+from kvzip_press import replay as replay_module
+from kvzip_press.models import language_model
+
+CONTEXT_A, CONTEXT_B = random_ids(60, seed=1), random_ids(90, seed=2)
+QUESTION = random_ids(5, seed=3)
+
+
+def test_two_live_caches_answer_as_each_alone(family):
+    """Asking two compressed contexts in turn, short and long, gives each one's own answers bit for bit."""
+    model, press = build_model(family), make_press(ratio=0.3)
+    alone = []
+    for ids in (CONTEXT_A, CONTEXT_B):
+        fresh = build_model(family)
+        alone.append(ask(fresh, prefill(fresh, ids, press), QUESTION))
+    assert not torch.equal(*alone)
+
+    cache_a = prefill(model, CONTEXT_A, press)
+    first = ask(model, cache_a, QUESTION)
+    cache_b = prefill(model, CONTEXT_B, press)
+    assert torch.equal(first, alone[0])
+    for _ in range(2):
+        assert torch.equal(ask(model, cache_a, QUESTION), alone[0])
+        assert torch.equal(ask(model, cache_b, QUESTION), alone[1])
+
+
+def test_tokens_of_two_caches_decoded_in_turn_do_not_mix(model):
+    """Decoding one token of each context alternately gives what decoding each to its end gives."""
+    press = make_press(ratio=0.3)
+    alone = [follow(model, prefill(model, ids, press), QUESTION, 6) for ids in (CONTEXT_A, CONTEXT_B)]
+    caches = [prefill(model, ids, press) for ids in (CONTEXT_A, CONTEXT_B)]
+    logits = [[follow(model, cache, QUESTION)] for cache in caches]
+    for _ in range(6):
+        for cache, steps in zip(caches, logits, strict=True):
+            steps.append(follow(model, cache, steps[-1][:, -1:].argmax(-1)))
+    for steps, expected in zip(logits, alone, strict=True):
+        assert torch.equal(torch.cat(steps, dim=1), expected)
+
+
+def test_a_plain_prefill_in_between_changes_nothing(model):
+    """A compressed cache stays compressed when the model prefills an uncompressed context."""
+    cache = prefill(model, CONTEXT_A, make_press(ratio=0.3))
+    before = ask(model, cache, QUESTION)
+    full = prefill(model, CONTEXT_A)
+    assert torch.equal(ask(model, cache, QUESTION), before)
+    assert not torch.allclose(before, ask(model, full, QUESTION), atol=1e-2)
+
+
+def test_a_foreign_full_cache_is_read_as_by_a_model_that_never_saw_a_press():
+    """A full cache that lives beside compressed ones gives bit for bit what it gives without any press."""
+    model = build_model("llama")
+    untouched = copy.deepcopy(model)
+    foreign, expected_cache = prefill(model, CONTEXT_A), prefill(untouched, CONTEXT_A)
+    compressed = prefill(model, CONTEXT_B, make_press(ratio=0.2))
+    ask(model, compressed, QUESTION)
+    assert torch.equal(follow(model, foreign, QUESTION, 3), follow(untouched, expected_cache, QUESTION, 3))
+    for layer, expected in zip(foreign.layers, expected_cache.layers, strict=True):
+        assert torch.equal(layer.keys, expected.keys) and torch.equal(layer.values, expected.values)
+
+
+def test_a_foreign_full_cache_is_left_alone_inside_the_block(model):
+    """A full cache that is not used in the block is not compressed by it."""
+    foreign = prefill(model, CONTEXT_A)
+    with torch.no_grad(), make_press(ratio=0.3)(model):
+        cache = model(input_ids=CONTEXT_B).past_key_values
+    assert is_compressed(cache) and not is_compressed(foreign)
+
+
+def test_decoding_never_writes_into_the_kept_pairs(family):
+    """Packed keys and values are equal bit for bit, in the same memory, before and after questions and answers."""
+    model = build_model(family)
+    cache = prefill(model, CONTEXT_B, make_press(ratio=0.3))
+    before = packed_states(cache)
+    pointers = [layer.packed_keys.data_ptr() for layer in cache.layers if hasattr(layer, "packed_keys")]
+    follow(model, cache, QUESTION, 80)
+    assert all_equal(packed_states(cache), before)
+    assert [layer.packed_keys.data_ptr() for layer in cache.layers if hasattr(layer, "packed_keys")] == pointers
+
+
+def test_the_same_cache_can_be_asked_any_number_of_times(family):
+    """After a crop to the context the same question gets the same logits, and others in between don't matter."""
+    model = build_model(family)
+    cache = prefill(model, CONTEXT_B, make_press(ratio=0.3))
+    first = ask(model, cache, QUESTION, 10)
+    ask(model, cache, random_ids(70, seed=8), 10)
+    assert torch.equal(ask(model, cache, QUESTION, 10), first)
+
+
+def test_a_deep_copy_stays_compressed_and_independent(model):
+    """A copied cache answers as the original, holds no more bytes, and is not touched by it."""
+    cache = prefill(model, CONTEXT_B, make_press(ratio=0.3))
+    twin = copy.deepcopy(cache)
+    assert kept_fraction(twin) == kept_fraction(cache)
+    expected = ask(model, cache, QUESTION)
+    follow(model, cache, random_ids(20, seed=4))
+    assert twin.get_seq_length() == CONTEXT_B.shape[1]
+    assert torch.equal(ask(model, twin, QUESTION), expected)
+
+
+def test_a_pickled_cache_stays_compressed(model):
+    """What is saved is the compressed cache, and what is loaded answers as it did."""
+    cache = prefill(model, CONTEXT_B, make_press(ratio=0.3))
+    file, full_file = io.BytesIO(), io.BytesIO()
+    torch.save(cache, file)
+    torch.save(prefill(model, CONTEXT_B), full_file)
+    assert len(file.getvalue()) < 0.6 * len(full_file.getvalue())
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    assert torch.equal(ask(model, loaded, QUESTION), ask(model, cache, QUESTION))
+
+
+def fingerprint(model) -> list:
+    """Every hook and attribute name of every module, and each module's forward."""
+    found = []
+    for name, module in model.named_modules():
+        hooks = [list(value) for key, value in sorted(vars(module).items()) if "_hooks" in key and value is not None]
+        found.append((name, sorted(vars(module)), hooks, module.forward.__func__))
+    return found
+
+
+def prepared_model(family: str = "llama"):
+    """A model after one forward: kvpress's own attention wrapper marks modules in any prefill."""
+    model = build_model(family)
+    prefill(model, random_ids(4))
+    return model
+
+
+@pytest.mark.parametrize("scorer", ["kvzip", "kvzip-plus"])
+def test_the_model_is_left_as_it_was(scorer):
+    """After the block no hook, attribute or patched method is left, and parameters are equal bit for bit."""
+    model = prepared_model()
+    parameters = [parameter.clone() for parameter in model.parameters()]
+    before = fingerprint(model)
+    press = make_press(scorer=scorer)
+    with torch.no_grad(), press(model):
+        assert fingerprint(model) != before
+        model.model(input_ids=CONTEXT_A, past_key_values=DynamicCache())
+    assert fingerprint(model) == before
+    assert all_equal(list(model.parameters()), parameters)
+
+
+class Cancelled(BaseException):
+    """Like KeyboardInterrupt, no Exception."""
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, Cancelled])
+def test_an_exception_in_the_block_leaves_model_and_cache_whole(error):
+    """Whatever ends the block, the model is as before and the cache is the full cache."""
+    model, cache = prepared_model(), DynamicCache()
+    before = fingerprint(model)
+    with pytest.raises(error), torch.no_grad(), make_press(ratio=0.3)(model):
+        model.model(input_ids=CONTEXT_A, past_key_values=cache)
+        raise error("stop")
+    assert fingerprint(model) == before
+    assert not is_compressed(cache)
+    assert torch.equal(ask(model, cache, QUESTION), ask(model, prefill(model, CONTEXT_A), QUESTION))
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("scorer", ["kvzip", "kvzip-plus"])
+def test_an_exception_in_the_replay_leaves_model_and_cache_whole(monkeypatch, error, scorer):
+    """A kernel that fails in the middle of the replay leaves no hook, and the full cache."""
+    model, cache = prepared_model(), DynamicCache()
+    before = fingerprint(model)
+    calls = []
+    replay_attention = replay_module.replay_attention
+
+    def failing(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == 6:
+            raise error("out of memory")
+        return replay_attention(*args, **kwargs)
+
+    monkeypatch.setattr(replay_module, "replay_attention", failing)
+    with pytest.raises(error), torch.no_grad(), make_press(ratio=0.3, scorer=scorer)(model):
+        model.model(input_ids=CONTEXT_A, past_key_values=cache)
+    monkeypatch.undo()
+    assert len(calls) == 6
+    assert fingerprint(model) == before
+    assert not is_compressed(cache) and cache.get_seq_length() == CONTEXT_A.shape[1]
+    assert torch.equal(ask(model, cache, QUESTION), ask(model, prefill(model, CONTEXT_A), QUESTION))
+
+
+def test_an_exception_in_generate_leaves_the_model_whole(monkeypatch):
+    """A replay that fails inside generate leaves no trace; generate works as ever afterwards."""
+    model = prepared_model()
+    before = fingerprint(model)
+    expected = model.generate(CONTEXT_A, max_new_tokens=4, do_sample=False)
+
+    def failing(*args, **kwargs):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(replay_module, "replay_attention", failing)
+    with pytest.raises(RuntimeError, match="out of memory"), make_press(ratio=0.3)(model):
+        model.generate(CONTEXT_A, max_new_tokens=4, do_sample=False)
+    monkeypatch.undo()
+    assert fingerprint(model) == before
+    assert torch.equal(model.generate(CONTEXT_A, max_new_tokens=4, do_sample=False), expected)
+
+
+def test_an_eviction_that_is_cut_off_leaves_a_cache_that_works(monkeypatch, family):
+    """If the eviction fails in the middle, the layers that are still full and the ragged ones work together."""
+    from kvzip_press import eviction
+
+    model, cache = build_model(family), DynamicCache()
+    built = []
+
+    def build(name):
+        constructor = getattr(eviction, name)
+
+        def limited(*args, **kwargs):
+            if len(built) == 2:
+                raise MemoryError("no memory left")
+            built.append(name)
+            return constructor(*args, **kwargs)
+
+        monkeypatch.setattr(eviction, name, limited)
+
+    build("RaggedLayer")
+    build("WindowLayer")
+    with pytest.raises(MemoryError), torch.no_grad(), make_press(ratio=1.0)(model):
+        language_model(model)(input_ids=CONTEXT_A, past_key_values=cache)
+    assert len(built) == 2
+    expected = follow(model, prefill(model, CONTEXT_A), QUESTION, 3)
+    torch.testing.assert_close(follow(model, cache, QUESTION, 3), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_presses_left_in_another_order_than_entered_leave_no_trace(model):
+    """Two presses on one model whose blocks overlap without nesting leave the model as it was."""
+    prefill(model, random_ids(4))
+    before = fingerprint(model)
+    first, second = make_press(ratio=0.3)(model), make_press(ratio=0.5)(model)
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    cache = DynamicCache()
+    model.generate(CONTEXT_A, max_new_tokens=3, do_sample=False, past_key_values=cache)
+    second.__exit__(None, None, None)
+    assert kept_fraction(cache) == pytest.approx(0.5, abs=0.01)
+    assert fingerprint(model) == before
+
+
+def test_two_threads_compress_two_contexts_as_one_after_the_other(model):
+    """Contexts compressed and asked by two threads at once with one model give the serial results bit for bit."""
+    contexts = [random_ids(80 + 7 * seed, seed=seed) for seed in range(6)]
+    press = make_press(ratio=0.3)
+
+    def compress_and_ask(ids):
+        cache = prefill(model, ids, press)
+        return packed_states(cache), ask(model, cache, QUESTION)
+
+    serial = [compress_and_ask(ids) for ids in contexts]
+    before = fingerprint(model)
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        parallel = list(pool.map(compress_and_ask, contexts))
+    for (states, logits), (expected_states, expected_logits) in zip(parallel, serial, strict=True):
+        assert all_equal(states, expected_states) and torch.equal(logits, expected_logits)
+    assert fingerprint(model) == before
+
+
+def test_two_threads_generate_under_presses_of_their_own(model):
+    """Each thread's generate is compressed by its own press, and the model is as before afterwards."""
+    prefill(model, random_ids(4))
+    before = fingerprint(model)
+    ratios = [0.2, 0.8] * 3
+
+    def generate(ratio):
+        cache = DynamicCache()
+        with make_press(ratio=ratio)(model):
+            out = model.generate(CONTEXT_B, max_new_tokens=4, do_sample=False, past_key_values=cache)
+        return out, kept_fraction(cache)
+
+    serial = [generate(ratio) for ratio in ratios]
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        parallel = list(pool.map(generate, ratios))
+    assert [kept for _, kept in parallel] == [kept for _, kept in serial]
+    for (out, _), (expected, _) in zip(parallel, serial, strict=True):
+        assert torch.equal(out, expected)
+    assert fingerprint(model) == before
+
+
+def test_a_press_ignores_forwards_of_other_threads(model):
+    """A prefill that another thread runs while a block is open stays a full cache."""
+    foreign, mine = DynamicCache(), DynamicCache()
+
+    def other():
+        with torch.no_grad():
+            model.model(input_ids=CONTEXT_A, past_key_values=foreign)
+            # Refused under a press
+            model.model(input_ids=CONTEXT_A, use_cache=False)
+
+    with torch.no_grad(), make_press(ratio=0.3)(model):
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+        model.model(input_ids=CONTEXT_B, past_key_values=mine)
+    assert is_compressed(mine)
+    assert not is_compressed(foreign) and foreign.get_seq_length() == CONTEXT_A.shape[1]
+
+
+@pytest.mark.parametrize("replay", ["local", "full"])
+def test_the_replay_adds_nothing_to_the_cache_and_computes_no_logits(family, replay):
+    """Scoring leaves every tensor of the caller's cache as it was, and never calls the language model head."""
+    model = build_model(family)
+    press = make_press(ratio=0.3, replay=replay)
+    cache = prefill(model, CONTEXT_B)
+    before = [(layer.keys.clone(), layer.values.clone()) for layer in cache.layers]
+    tensors = [(layer.keys, layer.values) for layer in cache.layers]
+    from kvzip_press.compressor import PrefilledContext
+
+    context = PrefilledContext(cache, CONTEXT_B, None, [0], [CONTEXT_B.shape[1]])
+    with counted_calls(model.lm_head) as logits, counted_calls(language_model(model).norm) as passes:
+        press.compressor(model).score(context)
+    assert logits == [] and len(passes) == 3
+    for layer, states, held in zip(cache.layers, before, tensors, strict=True):
+        assert layer.keys is held[0] and layer.values is held[1]
+        assert torch.equal(layer.keys, states[0]) and torch.equal(layer.values, states[1])
+
+
+def test_compressing_a_pipeline_like_prefill_computes_no_logits(model):
+    """Neither the prefill of the inner model nor the replay calls the language model head."""
+    with counted_calls(model.lm_head) as logits:
+        prefill(model, CONTEXT_B, make_press(ratio=0.3))
+    assert logits == []
+
+
+@pytest.mark.parametrize("replay", ["local", "full"])
+def test_the_replay_never_copies_the_full_cache(monkeypatch, model, replay):
+    """No tensor as long as the context is concatenated in the replay, in local and in full replay."""
+    ids = random_ids(400)
+    press = make_press(ratio=0.3, replay=replay)
+    longest = []
+    cat = torch.cat
+
+    def spy(tensors, *args, **kwargs):
+        out = cat(tensors, *args, **kwargs)
+        if out.ndim == 4:
+            longest.append(out.shape[2])
+        return out
+
+    with torch.no_grad(), press(model):
+        model.model(input_ids=ids, past_key_values=DynamicCache())
+        monkeypatch.setattr(torch, "cat", spy)
+    # Prefix or sinks, chunk and replayed tokens: the prompt's text is 63 characters, one token each
+    assert longest and max(longest) < 4 + 32 + 32 + 100 < ids.shape[1]
+
+
+def test_replay_cost_is_one_pass_over_the_context(model):
+    """The tokens fed in the replay are the context's and those of the prompts, each once."""
+    ids = random_ids(200)
+    fed = []
+    handle = model.model.embed_tokens.register_forward_hook(lambda module, args, output: fed.append(output.shape[1]))
+    prefill(model, ids, make_press(ratio=0.3, chunk_size=100))
+    handle.remove()
+    # One token a character
+    prompts = len(f"{PROMPTS['default'].first}\n{PROMPTS['default'].later}\n") + 8
+    assert fed[0] == 200 and sum(fed[1:]) == 196 + prompts

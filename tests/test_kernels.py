@@ -1,0 +1,366 @@
+"""Kernels against their specification in float64, over shapes, formats and garbage in unused memory."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvzip_press.kernels import reference, torch_decode, torch_replay
+from kvzip_press.kernels.api import BACKENDS, REDUCTIONS, decode_attention, replay_attention
+from kvzip_press.kernels.merge import merge_lse
+from kvzip_press.kernels.torch_decode import dense_attention
+
+# Largest error of an output that is a mean of values of size 1
+BOUND = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 2e-5, torch.float16: 2e-5}
+DTYPES = {"reference": list(BOUND), "torch": list(BOUND), "cpu": [torch.float32, torch.bfloat16]}
+DTYPES["auto"] = list(BOUND)
+
+
+def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def bounds(lengths) -> torch.Tensor:
+    return torch.tensor([0, *itertools.accumulate(lengths)])
+
+
+def check_decode(backend, query, key, value, cu_seqlens, softmax_scale=None, softcap=None):
+    """Compare a backend with an attention written out here, head by head, in float64."""
+    scale = query.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    out, lse = decode_attention(query, key, value, cu_seqlens, softmax_scale=scale, softcap=softcap, backend=backend)
+    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
+    assert out.dtype == lse.dtype == wide
+    assert out.shape == (*query.shape[:3], value.shape[-1]) and lse.shape == query.shape[:3]
+    group = query.shape[0] * query.shape[1] // (len(cu_seqlens) - 1)
+    flat_out, flat_lse, flat_query = (t.flatten(0, 1).double() for t in (out, lse, query))
+    for index in range(len(flat_query)):
+        first, last = cu_seqlens[index // group], cu_seqlens[index // group + 1]
+        if first == last:
+            assert (flat_out[index] == 0).all() and (flat_lse[index] == -torch.inf).all()
+            continue
+        logits = flat_query[index] @ key[first:last].double().T * scale
+        logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+        torch.testing.assert_close(
+            flat_out[index], logits.softmax(-1) @ value[first:last].double(), atol=BOUND[query.dtype], rtol=1e-4
+        )
+        torch.testing.assert_close(flat_lse[index], logits.logsumexp(-1), atol=BOUND[query.dtype] * 10, rtol=1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+def test_decode_over_head_sizes_and_formats(backend, head_dim):
+    """Every backend, at the head sizes and in the formats that models have, stays within the error bound."""
+    lengths = [0, 1, 300, 7, 129, 128]
+    for dtype in DTYPES[backend]:
+        key, value = (randn(sum(lengths), head_dim, seed=seed, dtype=dtype) for seed in (1, 2))
+        query = randn(2, 12, 1, head_dim, dtype=dtype)
+        check_decode(backend, query, key, value, bounds(lengths))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    backend=st.sampled_from(["cpu", "torch", "auto"]),
+    batch_size=st.integers(1, 3),
+    num_kv_heads=st.integers(1, 3),
+    group=st.integers(1, 5),
+    q_len=st.integers(1, 6),
+    head_dim=st.sampled_from([1, 8, 17, 64]),
+    data=st.data(),
+)
+def test_decode_over_any_ragged_shape(backend, batch_size, num_kv_heads, group, q_len, head_dim, data):
+    """Segments of any lengths, empty ones among them, any group and any number of queries."""
+    segments = batch_size * num_kv_heads
+    lengths = data.draw(
+        st.lists(st.sampled_from([0, 0, 1, 2, 5, 127, 128, 129, 200]), min_size=segments, max_size=segments)
+    )
+    key, value = (randn(sum(lengths), head_dim, seed=seed) for seed in (1, 2))
+    check_decode(backend, randn(batch_size, num_kv_heads * group, q_len, head_dim), key, value, bounds(lengths))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_decode_with_values_of_another_size(backend):
+    """Keys and values need not have the same head size."""
+    key, value = randn(40, 16, seed=1), randn(40, 24, seed=2)
+    check_decode(backend, randn(1, 4, 2, 16), key, value, bounds([15, 25]))
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch", "auto"])
+def test_decode_with_a_softcap(backend):
+    """Logits are capped before the softmax, as in Gemma."""
+    key, value = 3 * randn(40, 16, seed=1), randn(40, 16, seed=2)
+    check_decode(backend, 3 * randn(1, 4, 3, 16), key, value, bounds([15, 25]), softcap=5.0)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("size", [1e3, -1e3])
+def test_decode_with_logits_that_would_overflow(backend, size):
+    """Logits of +-100,000 need the maximum taken off before the exponential; the winner takes all."""
+    key = torch.tensor([[1.0, 0.0], [0.9, 0.0], [-1.0, 0.0]]) * size
+    value = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
+    query = torch.tensor([[[[100.0, 0.0]]]])
+    out, lse = decode_attention(query, key, value, bounds([3]), softmax_scale=1.0, backend=backend)
+    assert out.flatten().tolist() == ([1.0, 2.0] if size > 0 else [5.0, 6.0])
+    assert lse.item() == 1e5
+
+
+@pytest.mark.parametrize("backend", ["cpu", "torch"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_decode_reads_nothing_outside_of_its_segments(backend, dtype):
+    """With NaN all around the packed pairs in memory the result is the same, bit for bit."""
+    lengths = [70, 0, 135]
+    total = sum(lengths)
+    query = randn(1, 6, 1, 64, dtype=dtype)
+    key, value = randn(total, 64, seed=1, dtype=dtype), randn(total, 64, seed=2, dtype=dtype)
+    expected = decode_attention(query, key, value, bounds(lengths), softmax_scale=0.125, backend=backend)
+    padded = torch.full((2, total + 100, 64), torch.nan, dtype=dtype)
+    padded[0, 50 : 50 + total], padded[1, 50 : 50 + total] = key, value
+    views = padded[0, 50 : 50 + total], padded[1, 50 : 50 + total]
+    out = decode_attention(query, *views, bounds(lengths), softmax_scale=0.125, backend=backend)
+    assert torch.equal(out[0], expected[0]) and torch.equal(out[1], expected[1])
+
+
+@pytest.mark.parametrize("backend", ["cpu", "torch"])
+def test_a_head_whose_pairs_are_nan_spoils_no_other(backend):
+    """Each head reads its own segment: NaN in one of them shows in that head's group alone."""
+    key, value = randn(60, 16, seed=1), randn(60, 16, seed=2)
+    key[20:40] = torch.nan
+    out, _ = decode_attention(randn(1, 6, 1, 16), key, value, bounds([20] * 3), softmax_scale=0.25, backend=backend)
+    assert torch.isnan(out[0, :, 0, 0]).tolist() == [False, False, True, True, False, False]
+
+
+def test_the_cpu_kernel_over_any_number_of_threads(monkeypatch):
+    """Work split over threads, through the middle of segments, gives the result of one thread within rounding."""
+    key, value, query = randn(9000, 64, seed=1), randn(9000, 64, seed=2), randn(1, 6, 1, 64)
+    cu_seqlens = bounds([4000, 1, 4999])
+    for threads in (1, 2, 3, 8):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        check_decode("cpu", query, key, value, cu_seqlens)
+
+
+def test_the_cpu_kernel_needs_no_contiguous_input():
+    """Queries, keys and values that are views of a larger tensor are read as what they show."""
+    both = randn(200, 2, 32, seed=1)
+    query = randn(1, 2, 4, 32).transpose(1, 2)
+    assert not both[:, 0].is_contiguous() and not query.is_contiguous()
+    check_decode("cpu", query, both[:, 0], both[:, 1], bounds([80, 120]))
+
+
+def test_auto_takes_the_cpu_kernel_for_decoding_and_torch_for_long_questions(monkeypatch):
+    """A few rows a head run in the row-by-row kernel, many in matrix products, other formats in torch."""
+    from kvzip_press.kernels import api
+
+    taken = []
+    for name, module in (("cpu", api.cpu_decode), ("torch", api.torch_decode)):
+        original = module.decode_attention
+        monkeypatch.setattr(
+            module, "decode_attention", lambda *a, n=name, f=original, **k: (taken.append(n), f(*a, **k))[1]
+        )
+    for q_len, dtype, softcap in ((1, torch.float32, None), (64, torch.float32, None), (1, torch.float16, None)):
+        key = randn(30, 16, dtype=dtype)
+        decode_attention(randn(1, 4, q_len, 16, dtype=dtype), key, key, bounds([30]), softmax_scale=1, softcap=softcap)
+    key = randn(30, 16)
+    decode_attention(randn(1, 4, 1, 16), key, key, bounds([30]), softmax_scale=1.0, softcap=5.0)
+    assert taken == ["cpu", "torch", "torch", "torch"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(backend="fast"), "backend must be one of auto.*got 'fast'"),
+        (dict(cu_seqlens=bounds([10, 10, 10])), "3 segments, which don't divide 1 rows x 4 heads"),
+        (dict(cu_seqlens=torch.tensor([0])), "0 segments"),
+        (dict(cu_seqlens=bounds([10, 11])), r"packed_key \(20\), packed_value \(20\) and cu_seqlens \(21\)"),
+        (dict(packed_value=torch.zeros(19, 8)), r"packed_value \(19\)"),
+        (dict(packed_key=torch.zeros(20, 9)), "query has head_dim 8, packed_key 9"),
+        (dict(backend="cpu", softcap=2.0), "backend 'cpu' has no soft-cap; use backend='torch'"),
+        (dict(backend="cpu", packed_key=torch.zeros(20, 8).half()), "takes float32 or bfloat16.*use backend='torch'"),
+    ],
+)
+def test_decode_refuses_what_does_not_fit(change, message):
+    """Shapes that disagree and backends that can't run are an error with the values, never another backend's work."""
+    arguments = dict(
+        query=torch.zeros(1, 4, 1, 8),
+        packed_key=torch.zeros(20, 8),
+        packed_value=torch.zeros(20, 8),
+        cu_seqlens=bounds([10, 10]),
+        softmax_scale=1.0,
+    )
+    with pytest.raises(ValueError, match=message):
+        decode_attention(**{**arguments, **change})
+
+
+@pytest.mark.parametrize("block", [1, 64, 1 << 22])
+@pytest.mark.parametrize("mask_kind", ["none", "causal", "rows", "per row of the batch"])
+def test_dense_attention_equals_torch_in_any_block_size(monkeypatch, block, mask_kind):
+    """The tail's attention is torch's own, with and without masks, however few rows a block has."""
+    monkeypatch.setattr(torch_decode, "_BLOCK_ELEMENTS", block)
+    query, key, value = randn(2, 6, 9, 16), randn(2, 2, 9, 16, seed=1), randn(2, 2, 9, 16, seed=2)
+    mask = {
+        "none": None,
+        "causal": torch.ones(9, 9, dtype=torch.bool).tril()[None, None],
+        "rows": (torch.arange(9) < 5)[None, None, None, :],
+        "per row of the batch": torch.stack([torch.arange(9) > 2, torch.arange(9) > 4])[:, None, None, :],
+    }[mask_kind]
+    out, lse = dense_attention(query, key, value, softmax_scale=0.3, mask=mask)
+    wide = [t.double() for t in (query, key.repeat_interleave(3, 1), value.repeat_interleave(3, 1))]
+    expected = torch.nn.functional.scaled_dot_product_attention(*wide, attn_mask=mask, scale=0.3)
+    torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
+    logits = wide[0] @ wide[1].transpose(-1, -2) * 0.3
+    logits = logits if mask is None else logits.masked_fill(~mask, -torch.inf)
+    torch.testing.assert_close(lse.double(), logits.logsumexp(-1), atol=1e-5, rtol=1e-5)
+
+
+def test_a_row_that_sees_no_key_gives_zero():
+    """A fully masked row has output 0 and log-sum-exp -inf, not NaN."""
+    mask = torch.tensor([[True, False], [False, False]])[None, None]
+    out, lse = dense_attention(randn(1, 1, 2, 4), randn(1, 1, 2, 4), randn(1, 1, 2, 4), softmax_scale=1.0, mask=mask)
+    assert (out[0, 0, 1] == 0).all() and lse[0, 0, 1] == -torch.inf
+    assert torch.isfinite(out[0, 0, 0]).all() and torch.isfinite(lse[0, 0, 0])
+
+
+@settings(max_examples=50, deadline=None)
+@given(cut=st.integers(0, 20), seed=st.integers(0, 100), size=st.sampled_from([0.1, 1.0, 30.0]))
+def test_merging_two_parts_equals_attention_over_both(cut, seed, size):
+    """Cut anywhere, the parts merge into the whole, and an empty part changes nothing."""
+    query, key, value = size * randn(1, 2, 3, 8, seed=seed), randn(1, 2, 20, 8, seed=seed + 1), randn(1, 2, 20, 8)
+    whole, whole_lse = dense_attention(query, key, value, softmax_scale=1.0)
+    parts = [
+        dense_attention(query, key[:, :, part], value[:, :, part], softmax_scale=1.0)
+        for part in (slice(0, cut), slice(cut, 20))
+    ]
+    out, lse = merge_lse(*parts[0], *parts[1])
+    torch.testing.assert_close(out, whole, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(lse, whole_lse, atol=1e-5, rtol=1e-5)
+
+
+def test_merging_ignores_what_an_empty_part_holds():
+    """NaN in the output of a part without keys does not reach the result; two empty parts give 0 and -inf."""
+    out, lse = randn(1, 1, 2, 4), torch.tensor([[[0.5, -torch.inf]]])
+    garbage, empty = torch.full_like(out, torch.nan), torch.full_like(lse, -torch.inf)
+    out[0, 0, 1] = torch.nan
+    for merged, merged_lse in (merge_lse(out, lse, garbage, empty), merge_lse(garbage, empty, out, lse)):
+        torch.testing.assert_close(merged[0, 0, 0], out[0, 0, 0])
+        assert (merged[0, 0, 1] == 0).all()
+        assert torch.equal(merged_lse, lse)
+
+
+def replay_inputs(batch_size=1, num_kv_heads=2, group=3, q_len=11, context_len=50, head_dim=16, dtype=torch.float32):
+    num_heads = num_kv_heads * group
+    return (
+        2 * randn(batch_size, num_heads, q_len, head_dim, dtype=dtype),
+        randn(batch_size, num_kv_heads, q_len, head_dim, seed=1, dtype=dtype),
+        randn(batch_size, num_kv_heads, q_len, head_dim, seed=2, dtype=dtype),
+        randn(batch_size, num_kv_heads, context_len, head_dim, seed=3, dtype=dtype),
+        randn(batch_size, num_kv_heads, context_len, head_dim, seed=4, dtype=dtype),
+    )
+
+
+def check_replay(inputs, bound=2e-5, **options):
+    arguments = {"softmax_scale": 0.25, **options}
+    out, scores = replay_attention(*inputs, **arguments)
+    expected_out, expected_scores = reference.replay_attention(*inputs, **arguments)
+    torch.testing.assert_close(out.double(), expected_out, atol=bound, rtol=1e-4)
+    torch.testing.assert_close(scores.double(), expected_scores, atol=bound, rtol=1e-4)
+
+
+def test_the_specification_of_the_replay_worked_by_hand():
+    """One head, one query, two context pairs, the chunk the second: its weight against itself and the own key."""
+    one = torch.ones(1, 1, 1, 1)
+    context = torch.tensor([math.log(2.0), math.log(3.0)]).view(1, 1, 2, 1)
+    options = dict(anchor=0, start=1, end=2, softmax_scale=1.0)
+    # The exponentials are 2 and 3 for the context and e for the own key
+    out, scores = reference.replay_attention(one, one, 7 * one, context, context, local=True, **options)
+    assert scores.item() == pytest.approx(3 / (3 + math.e))
+    assert out.item() == pytest.approx((3 * math.log(3) + math.e * 7) / (3 + math.e))
+    out, scores = reference.replay_attention(one, one, 7 * one, context, context, local=False, **options)
+    assert scores.item() == pytest.approx(3 / (3 + math.e))
+    assert out.item() == pytest.approx((2 * math.log(2) + 3 * math.log(3) + math.e * 7) / (5 + math.e))
+    _, scores = reference.replay_attention(
+        one, one, one, context, context, local=True, **{**options, "anchor": 1}, reduction="sum_of_squares"
+    )
+    assert scores.item() == pytest.approx((3 / (5 + math.e)) ** 2)
+
+
+@pytest.mark.parametrize("local", [True, False])
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("window", [None, 30, 14])
+@pytest.mark.parametrize("block", [1, 1 << 19])
+def test_replay_equals_its_specification(monkeypatch, local, reduction, softcap, window, block):
+    """Outputs and scores, over reductions, soft-cap and windows, in blocks of 16 rows and in one."""
+    monkeypatch.setitem(torch_replay._BLOCK_ELEMENTS, "cpu", block)
+    inputs = replay_inputs(batch_size=2, q_len=37)
+    columns = dict(anchor=4, start=20, end=45)
+    check_replay(inputs, **columns, local=local, reduction=reduction, softcap=softcap, window=window)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    columns=st.lists(st.integers(0, 50), min_size=3, max_size=3).map(sorted),
+    local=st.booleans(),
+    q_len=st.integers(1, 40),
+    group=st.integers(1, 4),
+    reduction=st.sampled_from(REDUCTIONS),
+)
+def test_replay_over_any_columns(columns, local, q_len, group, reduction):
+    """Any anchor and chunk, empty or the whole context, any number of replayed tokens."""
+    anchor, start, end = columns
+    check_replay(
+        replay_inputs(q_len=q_len, group=group), anchor=anchor, start=start, end=end, local=local, reduction=reduction
+    )
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_replay_with_weights(reduction):
+    """Factors of replayed tokens and of pairs enter before the reduction."""
+    inputs = replay_inputs(batch_size=2, q_len=20)
+    generator = torch.Generator().manual_seed(9)
+    row_weight = torch.rand(2, 20, generator=generator)
+    column_weight = torch.rand(2, 2, 3, 25, generator=generator)
+    columns = dict(anchor=4, start=20, end=45, local=True, reduction=reduction)
+    check_replay(inputs, **columns, row_weight=row_weight, column_weight=column_weight)
+    check_replay(inputs, **columns, row_weight=row_weight)
+    check_replay(inputs, **columns, column_weight=column_weight)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("local", [True, False])
+def test_replay_in_other_formats(dtype, local):
+    """Scores and outputs are float32 (float64 for float64) and as exact as the format of the input allows."""
+    inputs = replay_inputs(q_len=20, dtype=dtype)
+    bound = {torch.float64: 1e-12, torch.bfloat16: 3e-2, torch.float16: 4e-3}[dtype]
+    out, scores = replay_attention(*inputs, anchor=4, start=20, end=45, local=local, softmax_scale=0.25)
+    assert scores.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    _, expected = reference.replay_attention(*inputs, anchor=4, start=20, end=45, local=local, softmax_scale=0.25)
+    torch.testing.assert_close(scores.double(), expected, atol=BOUND[dtype], rtol=1e-4)
+    check_replay(inputs, bound=bound, anchor=4, start=20, end=45, local=local)
+
+
+def test_replay_reads_no_other_columns_in_local_form():
+    """In a local replay NaN in every context column but anchor and chunk changes nothing, bit for bit."""
+    inputs = replay_inputs()
+    options = dict(anchor=4, start=20, end=45, local=True, softmax_scale=0.25)
+    expected = replay_attention(*inputs, **options)
+    for states in inputs[3:]:
+        states[:, :, 4:20] = states[:, :, 45:] = torch.nan
+    out = replay_attention(*inputs, **options)
+    assert torch.equal(out[0], expected[0]) and torch.equal(out[1], expected[1])
+
+
+@pytest.mark.parametrize("columns", [(-1, 0, 5), (6, 5, 10), (0, 6, 5), (0, 5, 51)])
+def test_replay_refuses_columns_out_of_range(columns):
+    """Columns that are not 0 <= anchor <= start <= end <= context are an error with the values."""
+    anchor, start, end = columns
+    with pytest.raises(ValueError, match=f"need 0 <= anchor <= start <= end <= 50, got {anchor}, {start}, {end}"):
+        replay_attention(*replay_inputs(), anchor=anchor, start=start, end=end, local=True, softmax_scale=1.0)
+
+
+def test_replay_refuses_an_unknown_reduction():
+    """An unknown reduction is an error that names the known ones."""
+    with pytest.raises(ValueError, match="reduction must be one of max.*got 'mean'"):
+        replay_attention(*replay_inputs(), anchor=0, start=0, end=50, local=True, softmax_scale=1.0, reduction="mean")

@@ -1,0 +1,189 @@
+"""Scores against whole attention matrices in float64, taken from a plain forward pass of the model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from harness import make_press, prefill
+from tiny_models import build_model, build_tokenizer, random_ids
+from torch import nn
+from transformers import DynamicCache
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from kvzip_press.compressor import PrefilledContext
+from kvzip_press.kernels import torch_replay
+from kvzip_press.models import attention_modules, evicted_layers, language_model, layer_windows
+from kvzip_press.scoring import SCORERS, inverse_hidden_norm, value_output_norm
+
+NAME = "recording_reference"
+CHUNK, SINKS, LENGTH = 40, 4, 90
+RECORDED: dict[int, tuple[torch.Tensor, ...]] = {}
+
+
+def recording_attention(module, query, key, value, attention_mask, dropout=0.0, scaling=None, **kwargs):
+    """Attention written out, that remembers the queries, keys and values of each layer."""
+    group = query.shape[1] // key.shape[1]
+    keys, values = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+    logits = query @ keys.transpose(-1, -2) * scaling
+    RECORDED[module.layer_idx] = (logits, value)
+    if attention_mask is not None:
+        logits = logits + attention_mask[..., : key.shape[2]]
+    return (torch.softmax(logits, dim=-1) @ values).transpose(1, 2).contiguous(), None
+
+
+ALL_ATTENTION_FUNCTIONS.register(NAME, recording_attention)
+ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, eager_mask)
+
+
+@torch.no_grad()
+def materialised_scores(model, ids, scorer: str, local: bool) -> torch.Tensor:
+    """
+    KVzip's scores from its definition: replay each chunk after the whole context, look at whole attention matrices.
+
+    A local replay is the same with a mask that shows sinks, chunk and replayed tokens alone.
+    """
+    tokenizer = build_tokenizer()
+    first = tokenizer.encode("\n\nRepeat the previous context exactly.", add_special_tokens=False)
+    later = tokenizer.encode(
+        "\n\nRepeat the part of the previous context exactly, starting with", add_special_tokens=False
+    )
+    newline = tokenizer.encode("\n", add_special_tokens=False)
+    context = ids[0].tolist()
+    model = model.double()
+    config = language_model(model).config
+    scores = torch.full((config.num_hidden_layers, config.num_key_value_heads, LENGTH), -torch.inf).double()
+    inputs: dict[int, torch.Tensor] = {}
+    handles = [
+        module.register_forward_pre_hook(
+            lambda module, args, kwargs: inputs.__setitem__(module.layer_idx, kwargs["hidden_states"]),
+            with_kwargs=True,
+        )
+        for module in attention_modules(model)
+    ]
+    model.set_attn_implementation(NAME)
+    for start in range(SINKS, LENGTH, CHUNK):
+        end = min(start + CHUNK, LENGTH)
+        prompt = first if start == SINKS else later + context[start - 8 : start]
+        fed = torch.tensor([prompt + newline + context[start:end]])
+        n = fed.shape[1]
+        columns = torch.arange(LENGTH + n)
+        seen = (columns < SINKS) | ((columns >= start) & (columns < end)) | (columns >= LENGTH)
+        causal = columns <= torch.arange(LENGTH, LENGTH + n).unsqueeze(-1)
+        cache = DynamicCache()
+        language_model(model)(input_ids=ids, past_key_values=cache)
+        mask = None
+        if local:
+            mask = torch.zeros(1, 1, n, LENGTH + n, dtype=torch.float64).masked_fill(~(causal & seen), -torch.inf)
+        language_model(model)(input_ids=fed, past_key_values=cache, attention_mask=mask)
+        for layer, (logits, value) in RECORDED.items():
+            weights = torch.softmax(logits.masked_fill(~(causal & seen), -torch.inf), dim=-1)
+            if scorer == "logit":
+                weights = logits
+            if scorer == "l2":
+                weights = weights.square()
+            if scorer == "kvzip-plus":
+                o_proj = attention_modules(model)[layer].o_proj.weight
+                head_dim = value.shape[-1]
+                for head in range(weights.shape[1]):
+                    block = o_proj[:, head * head_dim : (head + 1) * head_dim]
+                    kv_head = head * value.shape[1] // weights.shape[1]
+                    weights[0, head] *= (value[0, kv_head] @ block.T).norm(dim=-1)
+                weights /= inputs[layer].norm(dim=-1)[:, None, :, None]
+            by_group = weights[0].unflatten(0, (config.num_key_value_heads, -1))[..., start:end]
+            reduced = by_group.sum(dim=(1, 2)) if scorer == "l2" else by_group.amax(dim=(1, 2))
+            scores[layer, :, start:end] = reduced
+    for handle in handles:
+        handle.remove()
+    return scores
+
+
+@pytest.mark.parametrize("local", [True, False], ids=["local", "full"])
+@pytest.mark.parametrize("scorer", SCORERS)
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "phi3"])
+def test_scores_equal_those_of_whole_attention_matrices(family, scorer, local):
+    """Every scorer, in local and full replay: a float32 model scores as its definition does in float64."""
+    model, ids = build_model(family), random_ids(LENGTH)
+    press = make_press(chunk_size=CHUNK, n_sink=SINKS, scorer=scorer, replay="local" if local else "full")
+    context = PrefilledContext(prefill(model, ids), ids, None, [0], [LENGTH])
+    scores = press.compressor(model).score(context)[0]
+    assert scores.dtype == torch.float32 and scores.shape == (4, 2, LENGTH)
+    assert (scores[..., :SINKS] == -torch.inf).all() and torch.isfinite(scores[..., SINKS:]).all()
+    expected = materialised_scores(model, ids, scorer, local)
+    torch.testing.assert_close(scores[..., SINKS:].double(), expected[..., SINKS:], atol=2e-5, rtol=2e-4)
+
+
+def test_scorers_rank_pairs_differently():
+    """The four scores are four scores: each pair of them disagrees on which half of the pairs is the better one."""
+    model, ids = build_model("llama"), random_ids(LENGTH)
+    context = PrefilledContext(prefill(model, ids), ids, None, [0], [LENGTH])
+    halves = []
+    for scorer in SCORERS:
+        scores = make_press(scorer=scorer, chunk_size=CHUNK).compressor(model).score(context)[0][..., SINKS:].flatten()
+        halves.append((scores > scores.median()).tolist())
+    assert all(a != b for index, a in enumerate(halves) for b in halves[:index])
+
+
+@pytest.mark.parametrize("family", ["gemma3", "mistral-sliding"])
+def test_only_layers_that_are_evicted_are_scored(family):
+    """A hybrid model scores its global layers; one that slides everywhere its last window."""
+    model, ids = build_model(family), random_ids(LENGTH)
+    context = PrefilledContext(prefill(model, ids), ids, None, [0], [LENGTH])
+    scores = make_press(chunk_size=CHUNK).compressor(model).score(context)[0]
+    expected = {"gemma3": (2, 2, LENGTH), "mistral-sliding": (4, 2, 23)}[family]
+    assert scores.shape == expected
+    assert len(evicted_layers(layer_windows(model))) == expected[0]
+
+
+def test_the_whole_attention_matrix_never_exists(monkeypatch):
+    """No block of logits in the replay exceeds the bound, though queries x keys is many times as much."""
+    bound = 1 << 14
+    monkeypatch.setitem(torch_replay._BLOCK_ELEMENTS, "cpu", bound)
+    sizes = []
+    bmm = torch.bmm
+
+    def spy(*args, **kwargs):
+        out = bmm(*args, **kwargs)
+        sizes.append(kwargs["out"].numel())
+        return out
+
+    monkeypatch.setattr(torch, "bmm", spy)
+    model, ids = build_model("llama"), random_ids(300)
+    context = PrefilledContext(prefill(model, ids), ids, None, [0], [300])
+    blocked = make_press(chunk_size=296).compressor(model).score(context)[0]
+    keys, queries = 4 + 2 * 296 + 39, 296 + 39
+    # Never fewer rows than 16 in a block
+    assert max(sizes) <= max(bound, 8 * 16 * keys) < 8 * queries * keys / 10
+    monkeypatch.undo()
+    torch.testing.assert_close(make_press(chunk_size=296).compressor(model).score(context)[0], blocked)
+
+
+def test_value_output_norm_equals_the_projected_vector():
+    """||W_O v|| by head, from the definition: the part of o_proj that belongs to the head, times the value."""
+    torch.manual_seed(0)
+    module = nn.Module()
+    module.o_proj = nn.Linear(24, 20, bias=False)  # 6 heads of 4
+    values = torch.randn(2, 3, 5, 4)
+    norms = value_output_norm(module, values)
+    assert norms.shape == (2, 3, 2, 5)
+    for kv_head in range(3):
+        for member in range(2):
+            head = kv_head * 2 + member
+            vectors = torch.zeros(2, 5, 24)
+            vectors[..., head * 4 : head * 4 + 4] = values[:, kv_head]
+            torch.testing.assert_close(norms[:, kv_head, member], module.o_proj(vectors).norm(dim=-1))
+
+
+def test_inverse_hidden_norm_is_computed_in_float32():
+    """Hidden states whose squares overflow float16 still have a norm."""
+    hidden = torch.full((1, 2, 4), 300.0, dtype=torch.float16)
+    assert inverse_hidden_norm(hidden).tolist() == [[pytest.approx(1 / 600)] * 2]
+
+
+def test_a_model_without_a_readable_output_projection_is_refused_for_kvzip_plus():
+    """Quantised weights have no norm of W_O v: the error names the scorer that needs none."""
+    module = nn.Module()
+    module.o_proj = nn.Module()
+    module.o_proj.weight = torch.zeros(4, 4, dtype=torch.int8)
+    with pytest.raises(ValueError, match="floating-point o_proj.weight; use scorer='kvzip'"):
+        value_output_norm(module, torch.zeros(1, 1, 1, 4))

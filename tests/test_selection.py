@@ -1,0 +1,208 @@
+"""Which pairs stay: exact counts at every level, ties by position, budgets."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from harness import kept_positions, make_press, prefill
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_models import build_model, random_ids
+
+from kvzip_press import HeadScores, kept_fraction
+from kvzip_press.cache import RaggedLayer
+from kvzip_press.selection import (
+    SELECTORS,
+    Allowance,
+    keep_top,
+    select_heads,
+    select_pair,
+    select_pair_layer,
+    select_pair_uniform,
+)
+
+F, T = False, True
+
+
+def mask(*rows) -> list:
+    return [[bool(item) for item in row] for row in rows]
+
+
+def test_the_highest_scores_stay_and_among_equal_ones_the_first():
+    """Worked by hand: 3 first, then the 2s in the order of their positions, then 1."""
+    scores = torch.tensor([2.0, 1.0, 3.0, 2.0, 2.0])
+    expected = {
+        0: [F, F, F, F, F],
+        1: [F, F, T, F, F],
+        2: [T, F, T, F, F],
+        3: [T, F, T, T, F],
+        4: [T, F, T, T, T],
+        5: [T, T, T, T, T],
+    }
+    for count, keep in expected.items():
+        assert keep_top(scores, count).tolist() == keep
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    values=st.lists(st.sampled_from([-math.inf, -1.0, 0.0, 1e-30, 0.5, 0.5000001, 1.0, 7.0]), min_size=1, max_size=40),
+    data=st.data(),
+)
+def test_exactly_the_count_is_kept_as_by_a_stable_sort(values, data):
+    """For any scores, tied or infinite, the kept ones are the first of a stable sort, exactly as many as asked."""
+    count = data.draw(st.integers(0, len(values)))
+    scores = torch.tensor(values)
+    order = sorted(range(len(values)), key=lambda index: (-scores[index].item(), index))
+    assert keep_top(scores, count).nonzero().flatten().tolist() == sorted(order[:count])
+
+
+def test_nan_scores_are_an_error():
+    """A NaN has no rank: an error that names the remedy instead of an arbitrary choice."""
+    with pytest.raises(ValueError, match="NaN.*load the model in bfloat16 or float32"):
+        keep_top(torch.tensor([1.0, math.nan]), 1)
+
+
+# Two layers of two heads and three positions
+SCORES = torch.tensor([[[9.0, 1.0, 8.0], [2.0, 2.0, 2.0]], [[7.0, 0.0, 0.0], [2.0, 6.0, 5.0]]])
+
+
+def test_levels_worked_by_hand():
+    """Half of twelve pairs: over the model, in each layer, and in each head (of three, round(1.5) = 2)."""
+    half = Allowance(ratio=0.5)
+    # 9 8 7 6 5 and the first of the 2s, which is layer 0, head 1, position 0
+    assert select_pair(SCORES, half).tolist() == [mask([1, 0, 1], [1, 0, 0]), mask([1, 0, 0], [0, 1, 1])]
+    # Layer 0: 9 8 and a 2; layer 1: 7 6 5
+    assert select_pair_layer(SCORES, half).tolist() == [mask([1, 0, 1], [1, 0, 0]), mask([1, 0, 0], [0, 1, 1])]
+    # Each head two
+    assert select_pair_uniform(SCORES, half).tolist() == [mask([1, 0, 1], [1, 1, 0]), mask([1, 1, 0], [0, 1, 1])]
+    third = Allowance(ratio=1 / 3)
+    assert select_pair(SCORES, third).tolist() == [mask([1, 0, 1], [0, 0, 0]), mask([1, 0, 0], [0, 1, 0])]
+    assert select_pair_layer(SCORES, third).tolist() == [mask([1, 0, 1], [0, 0, 0]), mask([1, 0, 0], [0, 1, 0])]
+    assert select_pair_uniform(SCORES, third).tolist() == [mask([1, 0, 0], [1, 0, 0]), mask([1, 0, 0], [0, 1, 0])]
+
+
+def test_equal_scores_fill_the_context_from_its_beginning():
+    """With one score for all pairs, no layer or head is preferred: earlier positions of all heads come first."""
+    scores = torch.zeros(2, 2, 5)
+    keep = select_pair(scores, Allowance(ratio=6 / 20))
+    assert keep.sum(dim=(0, 1)).tolist() == [4, 2, 0, 0, 0]
+    assert keep[0, :, 1].tolist() == [T, T]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    shape=st.tuples(st.integers(1, 4), st.integers(1, 4), st.integers(1, 30)),
+    ratio=st.floats(0.001, 1.0),
+    seed=st.integers(0, 1000),
+    levels=st.integers(1, 5),
+)
+def test_counts_are_exact_at_every_level(shape, ratio, seed, levels):
+    """round(ratio * n) pairs stay, of the model, of each layer, of each head, however many scores are tied."""
+    scores = torch.randint(0, levels, shape, generator=torch.Generator().manual_seed(seed)).float()
+    layers, heads, tokens = shape
+    allowance = Allowance(ratio=ratio)
+    assert select_pair(scores, allowance).sum() == round(ratio * layers * heads * tokens)
+    per_layer = select_pair_layer(scores, allowance).sum(dim=(1, 2))
+    assert per_layer.tolist() == [round(ratio * heads * tokens)] * layers
+    per_head = select_pair_uniform(scores, allowance).sum(dim=2)
+    assert per_head.flatten().tolist() == [round(ratio * tokens)] * (layers * heads)
+
+
+@pytest.mark.parametrize("level", SELECTORS)
+def test_no_evicted_pair_outscores_a_kept_one_it_competes_with(level):
+    """Within what shares a budget, the lowest kept score is at least the highest evicted one."""
+    scores = torch.rand(3, 2, 40, generator=torch.Generator().manual_seed(1))
+    keep = SELECTORS[level](scores, Allowance(ratio=0.35))
+    groups = {
+        "pair": [(scores, keep)],
+        "pair-layer": list(zip(scores, keep, strict=True)),
+        "pair-uniform": list(zip(scores.flatten(0, 1), keep.flatten(0, 1), strict=True)),
+    }[level]
+    for group_scores, group_keep in groups:
+        assert group_scores[group_keep].min() >= group_scores[~group_keep].max()
+
+
+@pytest.mark.parametrize(
+    ("budget", "units", "tokens", "count"),
+    [(10, 80, 40, 20), (40, 80, 40, 80), (41, 80, 40, 80), (1, 80, 40, 2), (1, 3, 40, 0), (13, 90, 45, 26)],
+)
+def test_a_budget_counts_tokens_per_head_on_average(budget, units, tokens, count):
+    """units * budget / tokens units stay, rounded; all of them where the context is no longer than the budget."""
+    assert Allowance(budget=budget).count(units, tokens) == count
+
+
+def test_whole_heads_worked_by_hand():
+    """Of two layers of three heads, half: the three best, and of two equal ones the one of the lower layer."""
+    scores = torch.tensor([[0.1, 0.9, 0.5], [0.5, 0.2, 0.8]])
+    assert select_heads(scores, Allowance(ratio=0.5), 10).tolist() == mask([0, 1, 1], [0, 0, 1])
+    assert select_heads(scores, Allowance(budget=5), 10).tolist() == mask([0, 1, 1], [0, 0, 1])
+    assert select_heads(scores, Allowance(budget=10), 10).all()
+
+
+def head_lengths(cache) -> torch.Tensor:
+    """Kept pairs (layers, heads) of a cache of one row, prefix excluded."""
+    layers = [layer for layer in cache.layers if isinstance(layer, RaggedLayer)]
+    return torch.stack([layer.head_lengths[0] - layer.prefix_pairs[0] // layer.num_kv_heads for layer in layers])
+
+
+@pytest.mark.parametrize("ratio", [0.013, 0.1, 0.3, 0.5, 0.87, 1.0])
+def test_a_compressed_cache_holds_exactly_the_counts(family, ratio):
+    """At each level the pairs of a compressed cache, beyond prefix and sinks, are round(ratio * n)."""
+    model = build_model(family)
+    ids = random_ids(61)
+    for level in SELECTORS:
+        cache = prefill(model, ids, make_press(ratio=ratio, level=level, chunk_size=64))
+        kept = head_lengths(cache)
+        layers = [layer for layer in cache.layers if isinstance(layer, RaggedLayer)]
+        tokens = layers[0].context_pairs[0] // 2
+        assert tokens == (61 - 4 if layers[0].window is None else layers[0].window - 1)
+        expected = {
+            "pair": round(ratio * kept.numel() * tokens),
+            "pair-layer": len(kept) * round(ratio * 2 * tokens),
+            "pair-uniform": kept.numel() * round(ratio * tokens),
+        }[level]
+        assert kept.sum() == expected
+        if level != "pair":
+            assert len(set(kept.sum(dim=1).tolist())) == 1
+        assert kept_fraction(cache) == expected / (kept.numel() * tokens)
+
+
+@pytest.mark.parametrize("level", SELECTORS)
+def test_a_budget_through_the_press(model, level):
+    """budget=10 keeps ten tokens per head on average, beyond the sinks, and everything of a context of ten."""
+    kept = head_lengths(prefill(model, random_ids(100), make_press(budget=10, level=level)))
+    assert kept.sum() == 10 * 8
+    short = prefill(model, random_ids(14), make_press(budget=10, level=level))
+    assert kept_fraction(short) == 1.0 and head_lengths(short).tolist() == [[10, 10]] * 4
+
+
+def test_levels_differ_in_how_they_share(model):
+    """One threshold over the model lets layers differ; per layer only heads differ; uniform none does."""
+    ids = random_ids(120)
+    kept = {level: head_lengths(prefill(model, ids, make_press(ratio=0.3, level=level))) for level in SELECTORS}
+    assert len(set(kept["pair"].sum(dim=1).tolist())) > 1
+    assert len(set(kept["pair-layer"].sum(dim=1).tolist())) == 1 and len(set(kept["pair-layer"].flatten().tolist())) > 1
+    assert len(set(kept["pair-uniform"].flatten().tolist())) == 1
+
+
+def test_what_a_smaller_ratio_keeps_a_larger_one_keeps_too(model):
+    """Over one model and context the kept sets are nested: evicting more never brings a pair back."""
+    ids = random_ids(80)
+    full = prefill(model, ids)
+    kept = [kept_positions(full, prefill(model, ids, make_press(ratio=ratio))) for ratio in (0.1, 0.4, 0.8)]
+    for smaller, larger in zip(kept, kept[1:], strict=False):
+        for layer_small, layer_large in zip(smaller, larger, strict=True):
+            assert all(a <= b for a, b in zip(layer_small, layer_large, strict=True))
+
+
+def test_whole_heads_through_the_press(model):
+    """At the head level exactly round(ratio * heads) heads keep everything, the others prefix and sinks alone."""
+    scores = torch.rand(4, 2, generator=torch.Generator().manual_seed(5))
+    for ratio, heads in ((0.1, 1), (0.3, 2), (0.5, 4), (1.0, 8)):
+        press = make_press(ratio=ratio, level="head", head_scores=HeadScores(scores))
+        kept = head_lengths(prefill(model, random_ids(50), press))
+        best = scores.flatten().topk(heads).indices.sort().values
+        assert (kept.flatten() == 46).nonzero().flatten().tolist() == best.tolist()
+        assert kept.sum() == 46 * heads
