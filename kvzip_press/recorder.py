@@ -52,12 +52,16 @@ class _Recording:
         self.mask: torch.Tensor | None = None
         self.last_positions: torch.Tensor | None = None
 
-    def add(self, arguments: dict[str, Any], outer_ids: torch.Tensor | None, outer_mask: torch.Tensor | None) -> None:
+    def add(self, arguments: dict[str, Any], outer: dict[str, Any]) -> None:
+        """Note one call: the decoder's arguments, and those with which the modules around it were entered."""
         embeds = arguments.get("inputs_embeds")
         ids = arguments.get("input_ids")
-        self.ids.append(outer_ids if ids is None else ids)
+        self.ids.append(outer.get("input_ids") if ids is None else ids)
         self.embeds.append(None if embeds is None else embeds.detach())
-        mask = arguments.get("attention_mask") if outer_mask is None else outer_mask
+        # An image-text model prepares masks for its decoder; padding shows in what it was given itself
+        mask = arguments.get("attention_mask")
+        if not (isinstance(mask, torch.Tensor) and mask.ndim == 2):
+            mask = outer.get("attention_mask", mask)
         batch_size = arguments["input_ids" if ids is not None else "inputs_embeds"].shape[0]
         if isinstance(mask, torch.Tensor) and mask.ndim == 2:
             self.mask = mask
@@ -140,8 +144,7 @@ class PrefillRecorder:
         self._outers = [module for module in around.values() if module is not self._decoder]
         self._thread = threading.get_ident()
         self._recordings: list[_Recording] = []
-        self._outer_ids: torch.Tensor | None = None
-        self._outer_mask: torch.Tensor | None = None
+        self._outer_arguments: dict[str, Any] = {}
         self._paused = False
         self._parameters = inspect.signature(self._decoder.forward)
 
@@ -156,15 +159,15 @@ class PrefillRecorder:
         return next((recording for recording in self._recordings if recording.cache is cache), None)
 
     def _before_outer(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        if self._mine():
-            ids = kwargs.get("input_ids", args[0] if args else None)
-            mask = kwargs.get("attention_mask")
-            if module is self._outer:
-                self._outer_ids = self._outer_mask = None
-            if isinstance(ids, torch.Tensor):
-                self._outer_ids = ids
-            if isinstance(mask, torch.Tensor) and mask.ndim == 2:
-                self._outer_mask = mask
+        if not self._mine():
+            return
+        if module is self._outer:
+            self._outer_arguments = {}
+        ids = kwargs.get("input_ids", args[0] if args else None)
+        if isinstance(ids, torch.Tensor):
+            self._outer_arguments["input_ids"] = ids
+        if kwargs.get("attention_mask") is not None or "attention_mask" not in self._outer_arguments:
+            self._outer_arguments["attention_mask"] = kwargs.get("attention_mask")
 
     def _before(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         if not self._mine():
@@ -187,8 +190,7 @@ class PrefillRecorder:
         if not self._mine():
             return
         arguments = self._arguments(args, kwargs)
-        outer_ids, outer_mask = self._outer_ids, self._outer_mask
-        self._outer_ids = self._outer_mask = None
+        outer, self._outer_arguments = self._outer_arguments, {}
         cache = arguments.get("past_key_values")
         if cache is None:
             values = output.values() if hasattr(output, "values") else output
@@ -202,7 +204,7 @@ class PrefillRecorder:
             check_cache(cache)
             recording = _Recording(cache)
             self._recordings.append(recording)
-        recording.add(arguments, outer_ids, outer_mask)
+        recording.add(arguments, outer)
 
     @contextmanager
     def watch(self, after_prefill: Callable[[], None]) -> Iterator[None]:

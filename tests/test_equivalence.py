@@ -114,6 +114,20 @@ def test_batch_with_left_padding_equals_each_row_alone(family):
         )
 
 
+def test_a_positional_attention_mask_is_seen():
+    """Padding given as a positional argument of the whole model is evicted like any other."""
+    model = build_model("llama")
+    ids, mask = random_ids(30, batch_size=2), torch.ones(2, 30, dtype=torch.long)
+    mask[1, :12] = 0
+    caches = []
+    for args, kwargs in (((ids, mask), {}), ((ids,), {"attention_mask": mask})):
+        cache = DynamicCache()
+        with torch.no_grad(), make_press(ratio=0.5)(model):
+            model(*args, **kwargs, past_key_values=cache)
+        caches.append(cache)
+    assert caches[0].layers[0].context_pairs == caches[1].layers[0].context_pairs == [2 * 26, 2 * 14]
+
+
 @st.composite
 def keep_patterns(draw):
     """Keep masks (layers, heads, tokens) with empty heads, heads of one entry and full heads among random ones."""
