@@ -91,6 +91,13 @@ def decode_attention(
             f"packed_key ({len(packed_key)}), packed_value ({len(packed_value)}) and cu_seqlens ({int(cu_seqlens[-1])})"
             " disagree on the number of pairs"
         )
+    if packed_key.dtype != packed_value.dtype or packed_key.device != packed_value.device:
+        raise ValueError(
+            f"packed_key is {packed_key.dtype} on {packed_key.device}, packed_value {packed_value.dtype} on "
+            f"{packed_value.device}; they must agree"
+        )
+    if int(cu_seqlens[0]) != 0 or bool((cu_seqlens.diff() < 0).any()):
+        raise ValueError(f"cu_seqlens must start at 0 and never fall, got {cu_seqlens.tolist()}")
     if backend == "auto":
         backend = _choose_decode_backend(packed_key, batch_size * num_heads // num_segments * q_len, softcap)
     if backend == "reference":

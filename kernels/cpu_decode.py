@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,8 +13,19 @@ from numba import njit, types
 from numba.extending import overload
 
 _BLOCK = 128
+_FASTMATH = {"reassoc", "contract", "arcp", "nsz"}
 # Below this many packed elements a second thread costs more than it brings
 _MIN_ELEMENTS_PER_THREAD = 1 << 16
+
+
+def _compiled(function: Callable) -> Callable:
+    """Compile without the lock of the interpreter, once for all processes where a folder for that can be written."""
+    options: dict[str, Any] = {"nogil": True, "fastmath": _FASTMATH}
+    try:
+        compiled: Callable = njit(cache=True, **options)(function)
+    except RuntimeError:
+        compiled = njit(**options)(function)
+    return compiled
 
 
 def _float_row(array, index, words, vector):  # type: ignore[no-untyped-def]
@@ -33,7 +46,7 @@ def _overload_float_row(array, index, words, vector):  # type: ignore[no-untyped
     return widen
 
 
-@njit(nogil=True, fastmath={"reassoc", "contract", "arcp", "nsz"}, cache=True)
+@_compiled
 def _decode_range(query, key, value, bounds, first, last, out, lse):  # type: ignore[no-untyped-def]
     """
     Attention of every segment over the part of it inside the packed range [first, last), float32.
@@ -88,7 +101,7 @@ def _decode_range(query, key, value, bounds, first, last, out, lse):  # type: ig
                 out[segment, row, d] /= total[row]
 
 
-@njit(nogil=True, cache=True)
+@_compiled
 def _merge_parts(out, lse):  # type: ignore[no-untyped-def]
     """Merge out [parts, segments, rows, value_dim] and lse [parts, segments, rows] into part 0."""
     parts, segments, rows, value_dim = out.shape
@@ -133,8 +146,8 @@ def decode_attention(
     batch_size, num_heads, q_len, head_dim = query.shape
     segments = len(cu_seqlens) - 1
     rows = batch_size * num_heads // segments * q_len
-    scaled = (query.detach().float() * softmax_scale).reshape(segments, rows, head_dim).numpy()
-    key, value = _as_numpy(packed_key.detach()), _as_numpy(packed_value.detach())
+    scaled = (query.float() * softmax_scale).reshape(segments, rows, head_dim).numpy()
+    key, value = _as_numpy(packed_key), _as_numpy(packed_value)
     bounds = cu_seqlens.numpy()
     total = len(key)
     parts = max(1, min(torch.get_num_threads(), total * head_dim // _MIN_ELEMENTS_PER_THREAD))
@@ -151,4 +164,4 @@ def decode_attention(
     if parts > 1:
         _merge_parts(out, lse)
     shape = (batch_size, num_heads, q_len)
-    return torch.from_numpy(out[0]).view(*shape, -1), torch.from_numpy(lse[0]).view(shape)
+    return torch.from_numpy(out[0]).view(*shape, value.shape[1]), torch.from_numpy(lse[0]).view(shape)

@@ -66,7 +66,9 @@ def dense_attention(
             logits = logits.masked_fill(~visible, -torch.inf)
         row_lse = torch.logsumexp(logits, dim=-1, keepdim=True)
         shift = row_lse.masked_fill(row_lse == -torch.inf, 0.0)
-        out[:, :, rows] = torch.matmul((logits - shift).exp_(), value).view(batch_size, num_heads, n_rows, -1)
+        out[:, :, rows] = torch.matmul((logits - shift).exp_(), value).view(
+            batch_size, num_heads, n_rows, value.shape[-1]
+        )
         lse[:, :, rows] = row_lse.view(batch_size, num_heads, n_rows)
     return out, lse
 
@@ -102,4 +104,4 @@ def decode_attention(
         )
         out[segment] = segment_out[0]
         lse[segment] = segment_lse[0]
-    return out.view(batch_size, num_heads, q_len, -1), lse.view(batch_size, num_heads, q_len)
+    return out.view(batch_size, num_heads, q_len, packed_value.shape[-1]), lse.view(batch_size, num_heads, q_len)

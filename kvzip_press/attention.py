@@ -70,6 +70,18 @@ _READABLE = {
 }
 
 
+class _NoGradient(torch.autograd.Function):
+    """The output of a compressed cache, with a backward that raises: keys and values of the past are detached."""
+
+    @staticmethod
+    def forward(ctx: Any, query: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        raise RuntimeError("a compressed KV cache gives no gradients; train with an uncompressed cache")
+
+
 def _route(function: Callable) -> Callable:
     @functools.wraps(function)
     def routed(
@@ -90,13 +102,15 @@ def _route(function: Callable) -> Callable:
             raise NotImplementedError("a compressed KV cache does not support attention dropout: call model.eval()")
         scaling = kwargs.get("scaling")
         output = key.layer.attend(
-            query,
+            query.detach(),
             key.unwrap(),
             value.unwrap() if isinstance(value, RoutedTensor) else value,
             attention_mask,
             query.shape[-1] ** -0.5 if scaling is None else scaling,
             kwargs.get("softcap"),
         )
+        if query.requires_grad and torch.is_grad_enabled():
+            output = _NoGradient.apply(query, output)
         return output.transpose(1, 2).contiguous(), None
 
     routed.kvzip_press_routed = True  # type: ignore[attr-defined]

@@ -221,7 +221,12 @@ def _tail_mask(
     q_len = query.shape[2]
     if attention_mask is not None and attention_mask.ndim == 4:
         mask = attention_mask[..., -kv_len:]
-        return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+        if mask.dtype == torch.bool:
+            return mask
+        visible = mask > torch.finfo(mask.dtype).min / 2
+        if bool((mask[visible] != 0).any()):
+            raise NotImplementedError("a compressed KV cache does not support an additive attention bias, only masks")
+        return visible
     causal = None
     if q_len > 1 or window is not None:
         columns = torch.arange(kv_len, device=query.device)

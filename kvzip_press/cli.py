@@ -136,6 +136,10 @@ def _number(text: str, kind: Any) -> Any:
 def _question(text: str) -> str:
     if not text.strip():
         raise argparse.ArgumentTypeError("is empty: write what to ask about the document")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise argparse.ArgumentTypeError("is not UTF-8: check the terminal's encoding") from error
     return text.strip()
 
 
@@ -194,6 +198,8 @@ def _check_length(model: Any, tokenizer: Any, text: str, questions: list[str], m
 
 def _ask(arguments: argparse.Namespace) -> int:
     text = _read_text(arguments.document).strip()
+    if (arguments.level == "head") != (arguments.head_scores is not None):
+        raise ValueError(f"--level head and --head-scores FILE go together; `{PROG} heads score` makes the file")
     if arguments.head_scores is not None and not arguments.head_scores.is_file():
         raise ValueError(f"no such file: {arguments.head_scores}; `{PROG} heads score` makes one")
     # In JSON mode stdout carries the object alone, whatever the libraries print.
@@ -291,17 +297,16 @@ def _median_seconds(answers: Iterable[dict[str, Any]]) -> float | None:
 
 
 def _score(arguments: argparse.Namespace) -> int:
+    from kvzip_press.head_scores import HeadScores
+
     texts = [_read_text(path) for path in arguments.texts]
-    if not arguments.output.parent.is_dir():
-        raise ValueError(f"no such folder: {arguments.output.parent}; create it first")
+    HeadScores.check_target(arguments.output)
     model, tokenizer = _load(arguments)
     for path, text in zip(arguments.texts, texts, strict=True):
         window = _window(model)
         count = len(tokenizer.encode(text, verbose=False))
         if window is not None and count > window:
             raise ValueError(f"{path} is too long by {count - window} tokens: the model's context holds {window}")
-
-    from kvzip_press import HeadScores
 
     HeadScores.from_text(model, tokenizer, texts, progress=True).save(arguments.output)
     print(f"scores of {arguments.model or 'SmolLM2-135M-Instruct'} written to {arguments.output}", file=sys.stderr)

@@ -118,8 +118,9 @@ class Compressor:
         # Tensors made in inference mode could not be used outside of it later
         with torch.inference_mode(False), torch.no_grad():
             for row in context.rows(self.prompts, self.n_sink):
-                # Beams and repeated rows hold the same context: replay it once
-                same = (tuple(row.input_ids), row.next_position) if row.input_ids is not None else (row.row,)
+                # Beams and repeated rows hold the same context: replay it once. Images don't show in the ids
+                known = row.input_ids is not None and row.inputs_embeds is None
+                same = (tuple(row.input_ids or ()), row.next_position) if known else (row.row,)
                 if same not in done:
                     done[same] = replay_row(
                         self.model,

@@ -118,6 +118,8 @@ class HeadScores:
                 language_model(model)(input_ids=ids, past_key_values=cache)
             scores = compressor.score(PrefilledContext(cache, ids, None, [0], [ids.shape[1]]))[0]
             heads = scores.amax(dim=-1).cpu()
+            if not torch.isfinite(heads).all():
+                raise ValueError(f"the text of {ids.shape[1]} tokens has none behind the chat prefix; use a longer one")
             total = heads if total is None else torch.maximum(total, heads)
         assert total is not None
         provenance = {
@@ -130,15 +132,37 @@ class HeadScores:
         }
         return cls(total, provenance)
 
-    def save(self, path: str | os.PathLike) -> None:
-        """Write safetensors with the provenance as metadata, atomically."""
+    @staticmethod
+    def check_target(path: str | os.PathLike) -> Path:
+        """
+        Refuse, before any work, a path that :meth:`save` can't or should not write to.
+
+        Raises
+        ------
+        ValueError
+            If the folder is missing or not writable, the path is no regular file, or it ends in ``.pt``.
+        """
         target = Path(path)
         if not target.parent.is_dir():
             raise ValueError(f"folder {str(target.parent)!r} does not exist; create it first")
+        if not target.name or (target.exists() and not target.is_file()):
+            raise ValueError(f"{str(path)!r} is not a file; name a file such as heads.safetensors")
+        if target.suffix == ".pt":
+            raise ValueError(
+                f"{str(path)!r} would be taken for a file of the original code; use the ending .safetensors"
+            )
+        if not os.access(target.parent, os.W_OK):
+            raise ValueError(f"folder {str(target.parent)!r} is not writable; choose another")
+        return target
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Write safetensors with the provenance as metadata, atomically."""
+        target = self.check_target(path)
         handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
         os.close(handle)
         try:
             save_file({"scores": self.scores.contiguous()}, temporary, {**self.provenance, "format": _FORMAT})
+            os.chmod(temporary, 0o666 & ~_umask())
             os.replace(temporary, target)
         except BaseException:
             os.unlink(temporary)
@@ -173,6 +197,13 @@ class HeadScores:
             raise ValueError(f"{str(source)!r} is not a safetensors file of head scores: {error}") from error
 
 
+def _umask() -> int:
+    """The permissions that new files don't get; it can be read only by setting it."""
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
 def _load_original(path: Path) -> torch.Tensor:
     """
     Read head scores of the original code, shape [num_layers, num_kv_heads], saved on any device.
@@ -184,7 +215,10 @@ def _load_original(path: Path) -> torch.Tensor:
     except Exception as error:
         raise ValueError(f"{str(path)!r} is not a tensor file: {error}") from error
     if isinstance(scores, list | tuple):
-        scores = torch.stack(list(scores))
+        try:
+            scores = torch.stack(list(scores))
+        except (RuntimeError, TypeError) as error:
+            raise ValueError(f"{str(path)!r} holds no tensors of one shape: {error}") from error
     if not isinstance(scores, torch.Tensor):
         raise ValueError(f"{str(path)!r} holds a {type(scores).__name__}, not a tensor of head scores")
     while scores.ndim > 2 and 1 in scores.shape:

@@ -48,7 +48,8 @@ class GrowingStates:
         with torch.no_grad():
             for index, new in enumerate((keys, values)):
                 buffer = self._buffers[index]
-                if length > buffer.shape[2]:
+                locked = buffer.is_inference() and not torch.is_inference_mode_enabled()
+                if length > buffer.shape[2] or locked:
                     spare = max(_MIN_CAPACITY, 2 * (buffer.shape[2] - self._first_length))
                     capacity = max(length, self._first_length + spare)
                     grown = plain_empty((*buffer.shape[:2], capacity, buffer.shape[3]), buffer)
@@ -239,11 +240,16 @@ class LogicalLayer(CacheLayerMixin):
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep the rows ``indices``, in that order."""
-        rows = torch.as_tensor(indices)
-        if rows.dtype == torch.bool:
-            rows = rows.nonzero().flatten()
-        if rows.tolist() != list(range(self.batch_size)):
-            self._select_rows(rows.tolist())
+        selected = torch.as_tensor(indices)
+        if selected.dtype == torch.bool:
+            selected = selected.nonzero().flatten()
+        rows = [int(row) + self.batch_size * (row < 0) for row in selected.tolist()]
+        if not rows or not all(0 <= row < self.batch_size for row in rows):
+            raise ValueError(f"rows must be some of 0 to {self.batch_size - 1}, got {selected.tolist()}")
+        if rows != list(range(self.batch_size)):
+            # Tensors made in inference mode could not be written outside of it later
+            with torch.inference_mode(False), torch.no_grad():
+                self._select_rows(rows)
             self.batch_size = len(rows)
 
     def _select_rows(self, rows: list[int]) -> None:

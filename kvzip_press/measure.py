@@ -41,4 +41,4 @@ def kept_fraction(cache: Cache) -> float:
 
 def is_compressed(cache: Cache) -> bool:
     """Whether a cache holds a compressed context."""
-    return any(isinstance(layer, RaggedLayer) for layer in cache.layers)
+    return any(isinstance(layer, RaggedLayer) and layer.context_length > 0 for layer in cache.layers)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from kvpress.presses.base_press import BasePress
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
 from .attention import check_attention_implementation, install_routing
 from .compressor import Compressor, PrefilledContext
@@ -18,7 +18,7 @@ from .head_scores import HeadScores
 from .kernels.api import check_backend
 from .models import language_model, layer_windows
 from .prompts import PROMPTS, ReplayPrompts, encode_prompts, find_tokenizer
-from .recorder import PrefillRecorder
+from .recorder import PrefillRecorder, replaying
 from .replay import REPEATS, REPLAYS
 from .scoring import SCORERS
 from .selection import HEAD_LEVEL, LEVELS, Allowance
@@ -133,8 +133,10 @@ class KVzipPress(BasePress):
         if len(given) > 1 and not self._same_fraction(given):
             values = ", ".join(f"{name}={getattr(self, name)}" for name in given)
             raise ValueError(f"give one of ratio, compression_ratio and budget, got {values}")
-        if self.level == HEAD_LEVEL and self.head_scores is None:
-            raise ValueError("level='head' needs head_scores=HeadScores.from_text(...) or HeadScores.load(path)")
+        if self.head_scores is not None and self.level != HEAD_LEVEL:
+            raise ValueError(f"head_scores are for level='head', got level={self.level!r}")
+        if self.level == HEAD_LEVEL:
+            self._check_head_scores()
         object.__setattr__(self, "_constructed", True)
         name = given[0] if given else "ratio"
         setattr(self, name, getattr(self, name) if given else _DEFAULT_RATIO)
@@ -151,7 +153,9 @@ class KVzipPress(BasePress):
         if value is None:
             raise ValueError(f"{name} can't be unset; set ratio, compression_ratio or budget to a number instead")
         # Rounded, as 1 - 0.7 is not 0.3 in binary
-        other = None if name == "budget" else round(1 - value, 12)
+        other = None
+        if name != "budget":
+            other = min(round(1 - value, 12) or 1 - value, 1.0 if name == "compression_ratio" else math.nextafter(1, 0))
         amounts = {"budget": None, "ratio": other, "compression_ratio": other, name: value}
         for key, amount in amounts.items():
             object.__setattr__(self, key, amount)
@@ -202,6 +206,11 @@ class KVzipPress(BasePress):
         self.post_init_from_model(module)  # type: ignore[arg-type]
         return output
 
+    def _check_head_scores(self) -> HeadScores:
+        if self.head_scores is None:
+            raise ValueError("level='head' needs head_scores=HeadScores.from_text(...) or HeadScores.load(path)")
+        return self.head_scores
+
     def allowance(self) -> Allowance:
         """How much of a context stays."""
         return Allowance(self.ratio, self.budget)
@@ -219,9 +228,7 @@ class KVzipPress(BasePress):
         check_attention_implementation(language_model(model).config._attn_implementation)
         layer_windows(model)  # refuses layers that attend in chunks
         if self.level == HEAD_LEVEL:
-            if self.head_scores is None:
-                raise ValueError("level='head' needs head_scores=HeadScores.from_text(...) or HeadScores.load(path)")
-            self.head_scores.check_model(model)
+            self._check_head_scores().check_model(model)
         prompts = PROMPTS[self.prompts] if isinstance(self.prompts, str) else self.prompts
         tokenizer = self.tokenizer
         if tokenizer is None and prompts.needs_tokenizer:
@@ -241,8 +248,8 @@ class KVzipPress(BasePress):
     def compress_context(self, compressor: Compressor, context: PrefilledContext) -> None:
         """Compress one prefilled cache in place: score unless nothing needs scores, select, evict."""
         if self.level == HEAD_LEVEL:
-            assert self.head_scores is not None
-            compressor.evict(context, self.allowance(), level=self.level, head_scores=self.head_scores.scores)
+            heads = self._check_head_scores().scores
+            compressor.evict(context, self.allowance(), level=self.level, head_scores=heads)
             return
         scores = None if self.ratio == 1 else compressor.score(context)
         compressor.evict(context, self.allowance(), level=self.level, scores=scores)
@@ -269,9 +276,9 @@ class KVzipPress(BasePress):
         compressor = self.compressor(model)
         recorder = PrefillRecorder(model)
 
-        def compress_recorded() -> None:
-            with recorder.paused():
-                for context in recorder.take():
+        def compress_recorded(cache: Cache | None = None) -> None:
+            with replaying():
+                for context in recorder.take(cache):
                     self.compress_context(compressor, context)
 
         with recorder.watch(compress_recorded):

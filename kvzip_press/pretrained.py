@@ -6,8 +6,10 @@ from typing import Any
 import torch
 from huggingface_hub import constants
 from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HFValidationError, RepositoryNotFoundError
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from kvzip_press.prompts import knows_words
 from kvzip_press.smollm2 import converted_folder
 
 PACKAGED_NAME = "smollm2"
@@ -59,8 +61,10 @@ def load_model(
         model = AutoModelForCausalLM.from_pretrained(
             source, config=config, dtype=dtype, attn_implementation=attn_implementation, local_files_only=local
         )
-    except (OSError, ValueError, ImportError) as error:
+    except (OSError, ValueError, ImportError, SafetensorError) as error:
         raise ValueError(_explain(source, error)) from error
+    if not knows_words(tokenizer):
+        raise ValueError(f"the model {source!r} comes without a tokenizer: put its tokenizer files into the folder")
     return model.to(place).eval(), tokenizer
 
 
@@ -71,6 +75,12 @@ def _checked_device(device: str | torch.device | None) -> torch.device:
         raise ValueError(f"unknown device {str(device)!r}: name one as PyTorch does, such as cpu or cuda:0") from error
     if place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
         raise ValueError(f"device {str(device)!r} is not there: PyTorch sees {torch.cuda.device_count()} CUDA devices")
+    try:
+        torch.empty(1, device=place).cpu()
+    except (AssertionError, NotImplementedError, RuntimeError) as error:
+        raise ValueError(
+            f"device {str(device)!r} can't be used with this PyTorch: name another, such as cpu"
+        ) from error
     return place
 
 

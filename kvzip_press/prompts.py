@@ -149,7 +149,9 @@ def encode_prompts(prompts: ReplayPrompts, tokenizer: PreTrainedTokenizerBase | 
             raise ValueError(f"a tokenizer is needed for the replay prompt {part!r}: pass tokenizer=")
         return list(tokenizer.encode(part, add_special_tokens=False))
 
-    chat_prefix, chat_suffix = ("", "") if tokenizer is None else chat_affixes(tokenizer)
+    chat_prefix, chat_suffix = "", ""
+    if tokenizer is not None and (prompts.prefix_length is None or prompts.suffix is None):
+        chat_prefix, chat_suffix = chat_affixes(tokenizer)
     return EncodedPrompts(
         first=encode(prompts.first),
         later=encode(prompts.later),
@@ -169,6 +171,11 @@ def _load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
+def knows_words(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether it is more than the special tokens, which transformers makes where a tokenizer's files are missing."""
+    return not set(tokenizer.encode("Repeat", add_special_tokens=False)) <= set(tokenizer.all_special_ids)
+
+
 def find_tokenizer(model: PreTrainedModel) -> PreTrainedTokenizerBase:
     """
     Load the tokenizer by the model's name, once.
@@ -186,7 +193,6 @@ def find_tokenizer(model: PreTrainedModel) -> PreTrainedTokenizerBase:
         tokenizer = _load_tokenizer(name)
     except (OSError, ValueError, ImportError) as error:
         raise ValueError(f"no tokenizer found for model {name!r}; {remedy}") from error
-    # Where the files of a tokenizer are missing, transformers makes one of special tokens alone
-    if set(tokenizer.encode("Repeat", add_special_tokens=False)) <= set(tokenizer.all_special_ids):
+    if not knows_words(tokenizer):
         raise ValueError(f"the tokenizer found for model {name!r} knows no words; {remedy}")
     return tokenizer

@@ -62,11 +62,10 @@ class _Recording:
         mask = arguments.get("attention_mask")
         if not (isinstance(mask, torch.Tensor) and mask.ndim == 2):
             mask = outer.get("attention_mask", mask)
-        batch_size = arguments["input_ids" if ids is not None else "inputs_embeds"].shape[0]
         if isinstance(mask, torch.Tensor) and mask.ndim == 2:
             self.mask = mask
-        elif mask is not None and batch_size > 1:
-            raise ValueError("rows can't be told from their padding by a prepared mask; pass a 2-D attention_mask")
+        elif mask is not None:
+            raise ValueError("padding can't be read from a prepared attention mask; pass a 2-D attention_mask, or none")
         positions = arguments.get("position_ids")
         self.last_positions = None if positions is None else positions[..., -1]
 
@@ -106,19 +105,34 @@ class _Recording:
 _HOOK_LOCK = threading.Lock()
 
 
+# Whether this thread is replaying: those forward passes concern no press on the model
+_REPLAY = threading.local()
+
+
+@contextmanager
+def replaying() -> Iterator[None]:
+    """Keep the forward passes of a replay from every recorder of this thread."""
+    _REPLAY.running = True
+    try:
+        yield
+    finally:
+        _REPLAY.running = False
+
+
 class _GeneratePrefill:
     """A model's ``_prefill`` while at least one press watches it: the original, then what the presses do after it."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self.listeners: list[Callable[[], None]] = []
+        self.listeners: list[Callable[[Cache], None]] = []
         self._attributes = model.__dict__
         self._prefill = model._prefill
         self._own = "_prefill" in self._attributes
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         outputs = self._prefill(*args, **kwargs)
-        for listener in list(self.listeners):
-            listener()
+        # The innermost block first, as when blocks end
+        for listener in reversed(self.listeners):
+            listener(outputs.past_key_values)
         return outputs
 
     def restore(self) -> None:
@@ -145,11 +159,10 @@ class PrefillRecorder:
         self._thread = threading.get_ident()
         self._recordings: list[_Recording] = []
         self._outer_arguments: dict[str, Any] = {}
-        self._paused = False
         self._parameters = inspect.signature(self._decoder.forward)
 
     def _mine(self) -> bool:
-        return threading.get_ident() == self._thread and not self._paused
+        return threading.get_ident() == self._thread and not getattr(_REPLAY, "running", False)
 
     def _arguments(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
         bound = self._parameters.bind_partial(*args, **kwargs).arguments
@@ -207,14 +220,14 @@ class PrefillRecorder:
         recording.add(arguments, outer)
 
     @contextmanager
-    def watch(self, after_prefill: Callable[[], None]) -> Iterator[None]:
+    def watch(self, after_prefill: Callable[[Cache], None]) -> Iterator[None]:
         """
         Record until the end of the block.
 
         Parameters
         ----------
         after_prefill : callable
-            Called inside ``model.generate`` between the prefill and the first decode step.
+            Called with the cache inside ``model.generate``, between the prefill and the first decode step.
         """
         handles = [
             self._decoder.register_forward_pre_hook(self._before, with_kwargs=True),
@@ -230,15 +243,15 @@ class PrefillRecorder:
                 handle.remove()
 
     @contextmanager
-    def _generate_prefill(self, after_prefill: Callable[[], None]) -> Iterator[None]:
+    def _generate_prefill(self, after_prefill: Callable[[Cache], None]) -> Iterator[None]:
         """Hook the one place where ``generate`` tells a prefill, chunked or not, from a decode step."""
         if not hasattr(self._outer, "_prefill"):
             yield
             return
 
-        def listener() -> None:
+        def listener(cache: Cache) -> None:
             if self._mine():
-                after_prefill()
+                after_prefill(cache)
 
         attributes = self._outer.__dict__
         with _HOOK_LOCK:
@@ -254,16 +267,8 @@ class PrefillRecorder:
                 if not hook.listeners:
                     hook.restore()
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Ignore the forward passes of the replay itself."""
-        self._paused = True
-        try:
-            yield
-        finally:
-            self._paused = False
-
-    def take(self) -> list[PrefilledContext]:
-        """Return the contexts recorded since the last call, and forget them."""
-        recordings, self._recordings = self._recordings, []
-        return [recording.context() for recording in recordings if not is_compressed(recording.cache)]
+    def take(self, cache: Cache | None = None) -> list[PrefilledContext]:
+        """Return the contexts recorded since the last call, of one cache or of all, and forget them."""
+        taken = [recording for recording in self._recordings if cache is None or recording.cache is cache]
+        self._recordings = [recording for recording in self._recordings if recording not in taken]
+        return [recording.context() for recording in taken if not is_compressed(recording.cache)]

@@ -85,6 +85,8 @@ def plan_replay(
             "last": (max(protected, num_tokens - part), num_tokens),
             "prompt": (num_tokens, num_tokens),
         }[repeat]
+        if not prompts.first + suffix and fed[0] == fed[1]:
+            raise ValueError(f"repeat={repeat!r} with an empty prompt feeds nothing; give prompts.first some text")
         return [ReplayPass(prompts.first + suffix, fed, (protected, num_tokens))]
     passes = []
     for start in range(protected, num_tokens, chunk_size):
@@ -264,6 +266,25 @@ def _fed_inputs(decoder: nn.Module, context: RowContext, step: ReplayPass, devic
 
 
 @contextmanager
+def _rotary_state_kept(decoder: nn.Module) -> Iterator[None]:
+    """
+    Restore the rotary embeddings afterwards.
+
+    Replayed tokens stand behind the context. Where that is past the model's window, rotary embeddings of the dynamic
+    kinds rescale themselves, and would stay so.
+    """
+    modules = [module for module in decoder.modules() if "inv_freq" in module._buffers]
+    saved = [(dict(vars(module)), dict(module._buffers)) for module in modules]
+    try:
+        yield
+    finally:
+        for module, (attributes, buffers) in zip(modules, saved, strict=True):
+            vars(module).update(attributes)
+            module._buffers.clear()
+            module._buffers.update(buffers)
+
+
+@contextmanager
 def _hidden_norm_hooks(modules: list[nn.Module], cache: Cache, scorer: Scorer) -> Iterator[None]:
     """Tell each replay layer its attention module and the norms of the hidden states it is about to see."""
     handles = []
@@ -348,7 +369,7 @@ def replay_row(
     cache = Cache(layers=rows)
     device = rows[0].keys.device  # type: ignore[union-attr]
     run_passes = tqdm(passes, desc="replay", unit="chunk", disable=not progress, leave=False)
-    with _hidden_norm_hooks(attention_modules(model), cache, scorer):
+    with _hidden_norm_hooks(attention_modules(model), cache, scorer), _rotary_state_kept(decoder):
         for step in run_passes:
             run.columns = (context.protected, *step.scored)
             inputs = _fed_inputs(decoder, context, step, device)

@@ -221,12 +221,16 @@ def test_missing_head_scores(run, document, tmp_path):
 
 
 def test_head_level_without_scores(run, document):
-    assert_one_line_error(run("ask", document, "-q", "What?", "--level", "head"), "head_scores")
+    assert_one_line_error(run("ask", document, "-q", "What?", "--level", "head"), "--head-scores FILE")
 
 
 def test_scores_into_a_missing_folder(run, document, tmp_path):
     outcome = run("heads", "score", document, "-o", tmp_path / "none" / "scores.safetensors")
-    assert_one_line_error(outcome, "no such folder")
+    assert_one_line_error(outcome, "does not exist")
+
+
+def test_scores_into_a_folder(run, document, tmp_path):
+    assert_one_line_error(run("heads", "score", document, "-o", tmp_path), "is not a file")
 
 
 def test_text_to_score_too_long(run, document, tmp_path):

@@ -178,7 +178,13 @@ def test_auto_takes_the_cpu_kernel_for_decoding_and_torch_for_long_questions(mon
         (dict(packed_value=torch.zeros(19, 8)), r"packed_value \(19\)"),
         (dict(packed_key=torch.zeros(20, 9)), "query has head_dim 8, packed_key 9"),
         (dict(backend="cpu", softcap=2.0), "backend 'cpu' has no soft-cap; use backend='torch'"),
-        (dict(backend="cpu", packed_key=torch.zeros(20, 8).half()), "takes float32 or bfloat16.*use backend='torch'"),
+        (
+            dict(backend="cpu", packed_key=torch.zeros(20, 8).half(), packed_value=torch.zeros(20, 8).half()),
+            "takes float32 or bfloat16.*use backend='torch'",
+        ),
+        (dict(packed_value=torch.zeros(20, 8).double()), "packed_value torch.float64.*must agree"),
+        (dict(cu_seqlens=torch.tensor([0, 25, 20])), r"must start at 0 and never fall, got \[0, 25, 20\]"),
+        (dict(cu_seqlens=torch.tensor([5, 10, 20])), "must start at 0"),
     ],
 )
 def test_decode_refuses_what_does_not_fit(change, message):

@@ -1,0 +1,186 @@
+"""What a press must leave alone, and what it must not confuse."""
+
+from __future__ import annotations
+
+import os
+import stat
+
+import pytest
+import torch
+from harness import TOLERANCE, ask, follow, make_press, prefill
+from tiny_models import SHAPE, build_model, build_tokenizer, random_ids
+from transformers import Cache, DynamicCache, LlamaConfig, LlamaForCausalLM
+
+from kvzip_press import HeadScores, KVzipPress, ReplayPrompts, is_compressed, kept_fraction
+from kvzip_press.cache import RaggedLayer
+
+IDS = random_ids(60)
+QUESTION = random_ids(4, seed=7)
+
+
+def kept(cache: Cache) -> list[list[list[int]]]:
+    return [layer.head_lengths.tolist() for layer in cache.layers if isinstance(layer, RaggedLayer)]
+
+
+def test_rows_with_equal_ids_and_different_images_are_scored_apart():
+    """Each row of an image-text batch keeps what it keeps alone."""
+    model = build_model("gemma3-image-text")
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "multi_modal" in name:
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * 2)
+    ids = IDS.clone()
+    ids[:, 10:26] = model.config.image_token_id
+    ids = ids.repeat(2, 1)
+    pixels = torch.randn(2, 4, 3, 16, 16, generator=generator)
+
+    def compress(rows: list[int]) -> Cache:
+        cache = DynamicCache()
+        with torch.no_grad(), make_press(ratio=0.3)(model):
+            model(
+                input_ids=ids[rows],
+                pixel_values=pixels[rows].flatten(0, 1),
+                token_type_ids=(ids[rows] == model.config.image_token_id).long(),
+                past_key_values=cache,
+            )
+        return cache
+
+    alone = [kept(compress([row])) for row in (0, 1)]
+    assert alone[0] != alone[1]
+    both = kept(compress([0, 1]))
+    assert [[layer[row] for layer in both] for row in (0, 1)] == [[layer[0] for layer in one] for one in alone]
+
+
+def test_a_prepared_mask_is_refused(model):
+    """A 4-D mask hides which columns are padding: an error before the replay, not padding among the sinks."""
+    mask = torch.ones(60, 60, dtype=torch.bool).tril()
+    mask[:, :8] = False
+    with pytest.raises(ValueError, match="pass a 2-D attention_mask"):
+        prefill(model, IDS, make_press(), attention_mask=mask[None, None])
+
+
+def test_dynamic_rotary_embeddings_are_restored():
+    """Replayed positions beyond the model's window rescale dynamic rotary embeddings; afterwards they are as before."""
+    shape = {**SHAPE, "max_position_embeddings": 64}
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    model = LlamaForCausalLM(LlamaConfig(**shape, rope_parameters=rope)).eval()
+    full = prefill(model, IDS)
+    before = model.model.rotary_emb.inv_freq.clone()
+    expected = ask(model, full, QUESTION, steps=0)
+    prefill(model, random_ids(60, seed=9), make_press(ratio=0.5))
+    assert torch.equal(model.model.rotary_emb.inv_freq, before)
+    assert torch.equal(ask(model, full, QUESTION, steps=0), expected)
+
+
+@pytest.mark.parametrize("generate", [False, True])
+def test_of_nested_presses_the_inner_one_compresses(model, generate):
+    """Two presses on one model: the inner block's press wins, in a prefill and in generate."""
+    cache = DynamicCache()
+    with torch.no_grad(), make_press(ratio=0.9)(model), make_press(ratio=0.2)(model):
+        if generate:
+            model.generate(IDS, max_new_tokens=2, past_key_values=cache, do_sample=False)
+        else:
+            model(IDS, past_key_values=cache)
+    assert kept_fraction(cache) == pytest.approx(0.2, abs=0.01)
+
+
+def test_generate_leaves_other_prefills_of_the_block_unfinished(model):
+    """A context fed in two calls with a generate of another in between is one context."""
+    cache, press = DynamicCache(), make_press(ratio=0.5)
+    with torch.no_grad(), press(model):
+        model(IDS[:, :30], past_key_values=cache)
+        model.generate(random_ids(40, seed=3), max_new_tokens=2, do_sample=False)
+        assert not is_compressed(cache)
+        model(IDS[:, 30:], past_key_values=cache)
+    torch.testing.assert_close(
+        follow(model, cache, QUESTION), follow(model, prefill(model, IDS, press), QUESTION), **TOLERANCE
+    )
+
+
+def test_gradients_through_a_compressed_cache_are_refused(model):
+    """Keys and values of the past are detached: a backward pass raises instead of giving wrong gradients."""
+    cache = prefill(model, IDS, make_press())
+    loss = model(QUESTION, past_key_values=cache).logits.sum()
+    with pytest.raises(RuntimeError, match="gives no gradients"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "mistral-sliding"])
+def test_rows_repeated_in_inference_mode_are_usable_outside(family):
+    """Row operations inside inference mode leave a cache that can be continued outside of it."""
+    model = build_model(family)
+    cache = prefill(model, IDS, make_press(ratio=0.5))
+    follow(model, cache, QUESTION)
+    with torch.inference_mode():
+        cache.batch_repeat_interleave(2)
+        model(QUESTION.repeat(2, 1), past_key_values=cache)
+    logits = follow(model, cache, QUESTION.repeat(2, 1))
+    assert torch.equal(logits[0], logits[1])
+
+
+def test_a_reset_cache_is_refused_under_a_press(model):
+    """An emptied compressed cache can't silently stay full: the error names a new cache."""
+    cache = prefill(model, IDS, make_press())
+    cache.reset()
+    assert cache.get_seq_length() == 0 and not is_compressed(cache)
+    with pytest.raises(ValueError, match=r"use past_key_values=DynamicCache\(\)"):
+        with torch.no_grad(), make_press()(model):
+            model(IDS, past_key_values=cache)
+
+
+def test_rows_out_of_range_are_refused(model):
+    """Negative rows count from the end; others and an empty selection are an error that changes nothing."""
+    cache = prefill(model, IDS.repeat(2, 1), make_press())
+    for rows in ([2], [-3], []):
+        with pytest.raises(ValueError, match="rows must be some of 0 to 1"):
+            cache.batch_select_indices(torch.tensor(rows, dtype=torch.long))
+    cache.batch_select_indices(torch.tensor([-1]))
+    assert cache.layers[0].batch_size == 1
+
+
+def test_an_additive_bias_is_refused(model):
+    """A 4-D mask with values between nothing and minus infinity can't be reduced to a boolean one."""
+    cache = prefill(model, IDS, make_press())
+    bias = torch.zeros(1, 1, 4, 64)
+    bias[..., -1] = -1.5
+    with pytest.raises(NotImplementedError, match="additive attention bias"), torch.no_grad():
+        model(QUESTION, attention_mask=bias, past_key_values=cache)
+
+
+def test_a_template_that_repeats_the_message_can_be_overridden(model):
+    """The remedy of the error works: prefix length and suffix given, the template is not asked."""
+    tokenizer = build_tokenizer("{% for m in messages %}{{ m['content'] }}{{ m['content'] }}{% endfor %}")
+    with pytest.raises(ValueError, match=r"prefix_length=\.\.\., suffix="):
+        prefill(model, IDS, make_press(tokenizer=tokenizer))
+    prompts = ReplayPrompts(prefix_length=6, suffix="\n")
+    cache = prefill(model, IDS, make_press(tokenizer=tokenizer, prompts=prompts, ratio=0.5))
+    assert cache.layers[0].prefix_pairs == [2 * 6]
+
+
+def test_head_scores_for_another_level_are_refused():
+    with pytest.raises(ValueError, match="head_scores are for level='head', got level='pair'"):
+        KVzipPress(head_scores=HeadScores(torch.rand(4, 2)))
+
+
+@pytest.mark.skipif(not hasattr(os, "umask"), reason="permissions of a POSIX system")
+def test_saved_head_scores_follow_the_umask(tmp_path):
+    before = os.umask(0o022)
+    try:
+        HeadScores(torch.rand(4, 2)).save(tmp_path / "heads.safetensors")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "heads.safetensors").stat().st_mode) == 0o644
+
+
+@pytest.mark.parametrize("name", ["", "heads.pt"])
+def test_head_scores_are_not_saved_where_they_can_not_be_read(tmp_path, name):
+    with pytest.raises(ValueError, match=r"not a file|\.safetensors"):
+        HeadScores(torch.rand(4, 2)).save(tmp_path / name)
+
+
+def test_tiny_ratios_keep_both_fractions_in_range():
+    press = KVzipPress(ratio=1e-13)
+    assert press.ratio == 1e-13 and 0 < press.compression_ratio < 1
+    press.compression_ratio = 1 - 1e-13
+    assert 0 < press.ratio < 1e-12
