@@ -101,28 +101,17 @@ def plan_replay(
     return passes
 
 
-class _ReplayLayer(CacheLayerMixin):
-    """
-    A read-only layer: replayed tokens see the context, are scored, and leave no trace.
-
-    Only the columns held by the cache are scored: a sliding layer may have dropped the first ones.
-    """
+class _ReadOnlyLayer(CacheLayerMixin):
+    """A layer of the replay's cache: the context of one row, to which nothing is added."""
 
     is_compileable = False
+    keys: torch.Tensor
+    values: torch.Tensor
 
-    def __init__(
-        self, keys: torch.Tensor, values: torch.Tensor, context_length: int, *, window: int | None, run: _ReplayRun
-    ) -> None:
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor, context_length: int) -> None:
         self.keys, self.values = keys, values
-        self.is_initialized = True
-        self.is_sliding = window is not None
-        self.window = window
         self.context_length = context_length
-        self.first_column = context_length - keys.shape[2]
-        self.run = run
-        self.module: nn.Module | None = None
-        self.row_weight: torch.Tensor | None = None
-        self.scores = torch.full(keys.shape[:3], -torch.inf, dtype=torch.float32, device=keys.device)
+        self.is_initialized = True
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Nothing to do."""
@@ -132,6 +121,26 @@ class _ReplayLayer(CacheLayerMixin):
 
     def get_max_cache_shape(self) -> int:
         return -1
+
+
+class _ReplayLayer(_ReadOnlyLayer):
+    """
+    Replayed tokens see the context, are scored, and leave no trace.
+
+    Only the columns held by the cache are scored: a sliding layer may have dropped the first ones.
+    """
+
+    def __init__(
+        self, keys: torch.Tensor, values: torch.Tensor, context_length: int, *, window: int | None, run: _ReplayRun
+    ) -> None:
+        super().__init__(keys, values, context_length)
+        self.is_sliding = window is not None
+        self.window = window
+        self.first_column = context_length - keys.shape[2]
+        self.run = run
+        self.module: nn.Module | None = None
+        self.row_weight: torch.Tensor | None = None
+        self.scores = torch.full(keys.shape[:3], -torch.inf, dtype=torch.float32, device=keys.device)
 
     def get_mask_sizes(self, cache_position: torch.Tensor) -> tuple[int, int]:
         return cache_position.shape[0], self.context_length
@@ -150,7 +159,6 @@ class _ReplayLayer(CacheLayerMixin):
         softmax_scale: float,
         softcap: float | None,
     ) -> torch.Tensor:
-        assert self.keys is not None and self.values is not None
         scorer = self.run.scorer
         anchor, start, end = (max(0, column - self.first_column) for column in self.run.columns)
         column_weight = None
@@ -179,25 +187,10 @@ class _ReplayLayer(CacheLayerMixin):
         return out.to(query.dtype)
 
 
-class _SlidingReplayLayer(CacheLayerMixin):
-    """The sliding layer of a hybrid model in the replay: read-only, seen by position, not scored."""
+class _SlidingReplayLayer(_ReadOnlyLayer):
+    """The sliding layer of a hybrid model in the replay: seen by position, not scored."""
 
-    is_compileable = False
     is_sliding = True
-
-    def __init__(self, keys: torch.Tensor, values: torch.Tensor, context_length: int) -> None:
-        self.keys, self.values = keys, values
-        self.is_initialized = True
-        self.context_length = context_length
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Nothing to do."""
-
-    def get_seq_length(self) -> int:
-        return self.context_length
-
-    def get_max_cache_shape(self) -> int:
-        return -1
 
     def get_mask_sizes(self, cache_position: torch.Tensor) -> tuple[int, int]:
         held = self.keys.shape[2]
