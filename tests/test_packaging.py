@@ -81,8 +81,8 @@ def test_constraints_satisfy_the_declared_bounds():
     pins = {}
     for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines():
         if line and not line.startswith("#"):
-            name, pinned = line.split("==")
-            pins[name.lower().replace("_", "-")] = pinned
+            pin = Requirement(line)
+            pins[pin.name.lower().replace("_", "-")] = str(pin.specifier).removeprefix("==")
     for text in importlib.metadata.requires("kvzip-press"):
         requirement = Requirement(text)
         pinned = pins.get(requirement.name.lower().replace("_", "-"))

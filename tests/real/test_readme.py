@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import shlex
 from pathlib import Path
@@ -34,6 +35,15 @@ def test_python_examples(workplace, capsys):
     assert namespace["context"].kept_fraction == pytest.approx(0.3, abs=1e-4)
     assert namespace["cache"].get_seq_length() == namespace["inputs"]["input_ids"].shape[1]
     assert namespace["output"].shape[1] <= namespace["inputs"]["input_ids"].shape[1] + 8
+
+
+def test_measurement_commands():
+    """They take an hour, so here only their arguments are read; `tests/eval` runs the scripts on tiny models."""
+    lines = [line for block in blocks("bash") for line in block.splitlines() if line.startswith("python -m ")]
+    assert len(lines) == 4
+    for line in lines:
+        _, _, module, *arguments = shlex.split(line)
+        assert importlib.import_module(module).parse_arguments(arguments).presses
 
 
 def test_commands(workplace, capsys):
