@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .version import __version__
@@ -14,6 +15,11 @@ if TYPE_CHECKING:
     from .press import KVzipPress
     from .pretrained import load_model
     from .prompts import PROMPTS, ReplayPrompts
+
+# In a checkout `kernels/` and `eval/` stand beside this folder, where an import from its root would not find them
+_CHECKOUT = Path(__file__).parent.parent
+if (_CHECKOUT / "kernels").is_dir() and (_CHECKOUT / "pyproject.toml").is_file():
+    __path__.append(str(_CHECKOUT))
 
 # Name -> module. Loaded on first use: torch, transformers and kvpress take seconds to import
 _EXPORTS = {

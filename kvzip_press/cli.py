@@ -80,11 +80,19 @@ def _add_ask(commands: Any) -> None:
     ask.add_argument(
         "--ratio", type=_ratio, default=0.3, metavar="R", help="fraction of the context's KV pairs to keep (0.3)"
     )
-    ask.add_argument("--level", choices=LEVELS, help="what the budget is shared over")
+    ask.add_argument(
+        "--level",
+        choices=LEVELS,
+        help="what the budget is shared over: the whole model, layers, heads, or whole heads (pair)",
+    )
     ask.add_argument("--head-scores", type=Path, metavar="FILE", help="scores made by `kvzip-press heads score`")
-    ask.add_argument("--scorer", choices=SCORERS, help="how the importance of a pair is measured")
-    ask.add_argument("--replay", choices=REPLAYS, help="what the replayed tokens attend to")
-    ask.add_argument("--chunk-size", type=_positive, metavar="N", help="tokens of the context replayed at once")
+    ask.add_argument("--scorer", choices=SCORERS, help="how the importance of a pair is measured (kvzip)")
+    ask.add_argument(
+        "--replay",
+        choices=REPLAYS,
+        help="what the replayed tokens attend to: the whole cache, or their own chunk (local)",
+    )
+    ask.add_argument("--chunk-size", type=_positive, metavar="N", help="tokens of the context replayed at once (512)")
     ask.add_argument("--max-new-tokens", type=_positive, default=48, metavar="N", help="longest answer, in tokens (48)")
     ask.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
     _add_model_options(ask)

@@ -43,7 +43,7 @@ class Answer:
 def context_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> torch.Tensor:
     """Token ids of a text opened as a user's message of the chat template, shape (1, num_tokens)."""
     prefix, _ = chat_affixes(tokenizer)
-    return torch.tensor([tokenizer.encode(prefix + text, add_special_tokens=False)])
+    return torch.tensor([tokenizer.encode(prefix + text, add_special_tokens=False, verbose=False)])
 
 
 class CompressedContext:

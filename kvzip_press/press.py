@@ -172,6 +172,10 @@ class KVzipPress(BasePress):
             _check_choice(name, value, _CHOICES[name])
         elif name == "backend":
             check_backend(value)
+        elif name == "tokenizer" and not isinstance(value, PreTrainedTokenizerBase):
+            raise ValueError(
+                f"tokenizer must be a loaded tokenizer, got {value!r}; use AutoTokenizer.from_pretrained(name)"
+            )
         elif name == "head_scores" and not isinstance(value, HeadScores):
             raise ValueError(
                 f"head_scores must be a HeadScores, got {type(value).__name__}; read a file with HeadScores.load(path)"

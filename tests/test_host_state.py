@@ -184,3 +184,8 @@ def test_tiny_ratios_keep_both_fractions_in_range():
     assert press.ratio == 1e-13 and 0 < press.compression_ratio < 1
     press.compression_ratio = 1 - 1e-13
     assert 0 < press.ratio < 1e-12
+
+
+def test_a_tokenizer_name_is_refused():
+    with pytest.raises(ValueError, match="tokenizer must be a loaded tokenizer, got 'gpt2'"):
+        KVzipPress(tokenizer="gpt2")

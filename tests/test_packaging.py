@@ -69,6 +69,17 @@ def test_wheel_carries_the_type_marker_and_the_example(tmp_path):
     assert {"py.typed", "examples/*.txt"} <= set(data)
 
 
+def test_a_checkout_works_without_an_editable_install(tmp_path):
+    """From the root of a clone, with the package itself not installed, the folders beside it are still found."""
+    code = (
+        "import sys; sys.meta_path = [f for f in sys.meta_path if 'editable' not in str(f).lower()]; "
+        "import kvzip_press.kernels, kvzip_press.eval; print(kvzip_press.kernels.__file__)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert Path(done.stdout.strip()) == ROOT / "kernels" / "__init__.py"
+
+
 def test_command_is_declared():
     scripts = importlib.metadata.entry_points(group="console_scripts", name="kvzip-press")
     assert [script.value for script in scripts] == ["kvzip_press.cli:main"]
