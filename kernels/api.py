@@ -8,6 +8,7 @@ from functools import lru_cache
 import torch
 
 from . import cpu_decode, reference, torch_decode, torch_replay
+from .merge import merge_lse
 
 logger = logging.getLogger(__name__)
 
@@ -45,10 +46,12 @@ def decode_attention(
     *,
     softmax_scale: float,
     softcap: float | None = None,
+    tail: tuple[torch.Tensor, torch.Tensor] | None = None,
+    tail_mask: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    Attention of later tokens over a ragged context that all of them see.
+    Attention of later tokens over a ragged context that all of them see, and over the dense tail after it.
 
     Parameters
     ----------
@@ -63,6 +66,10 @@ def decode_attention(
         Factor of the logits.
     softcap : float, optional
         ``softcap * tanh(logits / softcap)`` replaces the logits.
+    tail : tuple[torch.Tensor, torch.Tensor], optional
+        Keys and values after the context, shape (batch_size, num_kv_heads, tail_len, head_dim).
+    tail_mask : torch.Tensor, optional
+        Boolean, True where a tail key is visible, broadcastable to (batch_size, num_heads, q_len, tail_len).
     backend : str
         ``"auto"``, or one of :data:`BACKENDS`, which then runs or raises.
 
@@ -70,7 +77,8 @@ def decode_attention(
     -------
     tuple[torch.Tensor, torch.Tensor]
         Output (batch_size, num_heads, q_len, head_dim) and log-sum-exp of the scaled logits (batch_size, num_heads,
-        q_len), in float32 (float64 for float64 input). An empty segment gives output 0 and log-sum-exp ``-inf``.
+        q_len), in float32 (float64 for float64 input). Without a tail, an empty segment gives output 0 and log-sum-exp
+        ``-inf``.
 
     Raises
     ------
@@ -96,10 +104,31 @@ def decode_attention(
             f"packed_key is {packed_key.dtype} on {packed_key.device}, packed_value {packed_value.dtype} on "
             f"{packed_value.device}; they must agree"
         )
-    if int(cu_seqlens[0]) != 0 or bool((cu_seqlens.diff() < 0).any()):
+    bounds = cu_seqlens.numpy()
+    if bounds[0] != 0 or (bounds[1:] < bounds[:-1]).any():
         raise ValueError(f"cu_seqlens must start at 0 and never fall, got {cu_seqlens.tolist()}")
     if backend == "auto":
         backend = _choose_decode_backend(packed_key, batch_size * num_heads // num_segments * q_len, softcap)
+    fused_tail = tail if backend == "cpu" and tail_mask is None else None
+    out, lse = _decode_context(query, packed_key, packed_value, cu_seqlens, softmax_scale, softcap, fused_tail, backend)
+    if tail is None or fused_tail is not None:
+        return out, lse
+    tail_out, tail_lse = torch_decode.dense_attention(
+        query, *tail, softmax_scale=softmax_scale, softcap=softcap, mask=tail_mask
+    )
+    return merge_lse(out, lse, tail_out, tail_lse)
+
+
+def _decode_context(
+    query: torch.Tensor,
+    packed_key: torch.Tensor,
+    packed_value: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    softmax_scale: float,
+    softcap: float | None,
+    fused_tail: tuple[torch.Tensor, torch.Tensor] | None,
+    backend: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
     if backend == "reference":
         out, lse = reference.decode_attention(
             query, packed_key, packed_value, cu_seqlens, softmax_scale=softmax_scale, softcap=softcap
@@ -114,7 +143,9 @@ def decode_attention(
             )
         if softcap is not None:
             raise ValueError("backend 'cpu' has no soft-cap; use backend='torch'")
-        return cpu_decode.decode_attention(query, packed_key, packed_value, cu_seqlens, softmax_scale=softmax_scale)
+        return cpu_decode.decode_attention(
+            query, packed_key, packed_value, cu_seqlens, softmax_scale=softmax_scale, tail=fused_tail
+        )
     return torch_decode.decode_attention(
         query, packed_key, packed_value, cu_seqlens, softmax_scale=softmax_scale, softcap=softcap
     )

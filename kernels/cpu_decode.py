@@ -47,9 +47,9 @@ def _overload_float_row(array, index, words, vector):  # type: ignore[no-untyped
 
 
 @_compiled
-def _decode_range(query, key, value, bounds, first, last, out, lse):  # type: ignore[no-untyped-def]
+def _decode_range(query, key, value, starts, ends, first, last, out, lse):  # type: ignore[no-untyped-def]
     """
-    Attention of every segment over the part of it inside the packed range [first, last), float32.
+    Attention of every segment [starts, ends) over the part of it inside the rows [first, last) of key, float32.
 
     query [segments, rows, head_dim] is already scaled; key and value [total, head_dim] hold float32, or bfloat16 as
     its 16-bit words. Writes out [segments, rows, value_dim] and lse [segments, rows].
@@ -60,7 +60,7 @@ def _decode_range(query, key, value, bounds, first, last, out, lse):  # type: ig
     words = np.empty(max(head_dim, value_dim), np.uint32)
     vector = words.view(np.float32)
     for segment in range(segments):
-        begin, end = max(bounds[segment], first), min(bounds[segment + 1], last)
+        begin, end = max(starts[segment], first), min(ends[segment], last)
         out[segment] = 0.0
         lse[segment] = -np.inf
         if begin >= end:
@@ -134,6 +134,16 @@ def _as_numpy(tensor: torch.Tensor) -> np.ndarray:
     return tensor.numpy()
 
 
+def _as_rows(states: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Flatten (batch, num_kv_heads, n, dim) to rows, a part of a larger buffer without a copy, and tell their step."""
+    batch_size, num_kv_heads, length, dim = states.shape
+    step = states.stride(1) // dim
+    if states.stride() != (num_kv_heads * step * dim, step * dim, dim, 1):
+        states, step = states.contiguous(), length
+    rows = (batch_size * num_kv_heads - 1) * step + length
+    return states.as_strided((rows, dim), (dim, 1)), step
+
+
 def decode_attention(
     query: torch.Tensor,
     packed_key: torch.Tensor,
@@ -141,8 +151,9 @@ def decode_attention(
     cu_seqlens: torch.Tensor,
     *,
     softmax_scale: float,
+    tail: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both cores, float32 and bfloat16 storage. See :func:`kvzip_press.kernels.api.decode_attention`."""
+    """All cores, float32 and bfloat16 storage. See :func:`kvzip_press.kernels.api.decode_attention`."""
     batch_size, num_heads, q_len, head_dim = query.shape
     segments = len(cu_seqlens) - 1
     rows = batch_size * num_heads // segments * q_len
@@ -151,17 +162,27 @@ def decode_attention(
     bounds = cu_seqlens.numpy()
     total = len(key)
     parts = max(1, min(torch.get_num_threads(), total * head_dim // _MIN_ELEMENTS_PER_THREAD))
-    out = np.empty((parts, segments, rows, value.shape[1]), np.float32)
-    lse = np.empty((parts, segments, rows), np.float32)
+    out = np.empty((parts + (tail is not None), segments, rows, value.shape[1]), np.float32)
+    lse = np.empty((len(out), segments, rows), np.float32)
     edges = [total * part // parts for part in range(parts + 1)]
     futures = [
-        _pool().submit(_decode_range, scaled, key, value, bounds, edges[p], edges[p + 1], out[p], lse[p])
+        _pool().submit(
+            _decode_range, scaled, key, value, bounds[:-1], bounds[1:], edges[p], edges[p + 1], out[p], lse[p]
+        )
         for p in range(1, parts)
     ]
-    _decode_range(scaled, key, value, bounds, edges[0], edges[1], out[0], lse[0])
+    _decode_range(scaled, key, value, bounds[:-1], bounds[1:], edges[0], edges[1], out[0], lse[0])
+    if tail is not None:
+        (tail_key, step), (tail_value, value_step) = _as_rows(tail[0]), _as_rows(tail[1])
+        if step != value_step:
+            (tail_key, step), (tail_value, _) = _as_rows(tail[0].contiguous()), _as_rows(tail[1].contiguous())
+        starts = np.arange(segments, dtype=bounds.dtype) * step
+        ends = starts + tail[0].shape[2]
+        tail_rows = _as_numpy(tail_key), _as_numpy(tail_value)
+        _decode_range(scaled, *tail_rows, starts, ends, 0, len(tail_key), out[parts], lse[parts])
     for future in futures:
         future.result()
-    if parts > 1:
+    if len(out) > 1:
         _merge_parts(out, lse)
     shape = (batch_size, num_heads, q_len)
     return torch.from_numpy(out[0]).view(*shape, value.shape[1]), torch.from_numpy(lse[0]).view(shape)

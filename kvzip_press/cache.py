@@ -8,8 +8,6 @@ import torch
 
 from .attention import RoutedTensor, install_routing
 from .kernels.api import decode_attention
-from .kernels.merge import merge_lse
-from .kernels.torch_decode import dense_attention
 from .logical import GrowingStates, LogicalLayer, plain_empty
 
 
@@ -141,35 +139,48 @@ class RaggedLayer(LogicalLayer):
         softcap: float | None,
     ) -> torch.Tensor:
         """Attention over the kept context and the tail ``key``, ``value``, merged by log-sum-exp."""
-        out, lse = self._context_attention(query, softmax_scale, softcap)
         mask = _tail_mask(attention_mask, query, key.shape[2], self.window)
-        tail_out, tail_lse = dense_attention(query, key, value, softmax_scale=softmax_scale, softcap=softcap, mask=mask)
-        merged, _ = merge_lse(out, lse, tail_out.to(out.dtype), tail_lse.to(lse.dtype))
-        return merged.to(query.dtype)
-
-    def _context_attention(
-        self, query: torch.Tensor, softmax_scale: float, softcap: float | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
         options: dict[str, Any] = {"softmax_scale": softmax_scale, "softcap": softcap, "backend": self.backend}
-        if self.window is None:
-            return decode_attention(query, self.packed_keys, self.packed_values, self.cu_seqlens, **options)
+        if self.window is not None:
+            return self._windowed_attention(query, (key, value), mask, options).to(query.dtype)
+        out, _ = decode_attention(
+            query,
+            self.packed_keys,
+            self.packed_values,
+            self.cu_seqlens,
+            tail=(key, value),
+            tail_mask=mask,
+            **options,
+        )
+        return out.to(query.dtype)
+
+    def _windowed_attention(
+        self,
+        query: torch.Tensor,
+        tail: tuple[torch.Tensor, torch.Tensor],
+        mask: torch.Tensor | None,
+        options: dict[str, Any],
+    ) -> torch.Tensor:
         # Each query of a sliding layer sees a different suffix of every segment
-        assert self.positions is not None
+        assert self.positions is not None and self.window is not None
         first_query = self.get_seq_length() - query.shape[2]
         parts = []
         for row in range(query.shape[2]):
+            rows = slice(row, row + 1)
+            row_mask = mask[..., rows, :] if mask is not None and mask.shape[-2] > 1 else mask
             visible = self.positions > first_query + row - self.window
             counts = torch.cat([visible.new_zeros(1, dtype=torch.int64), visible.cumsum(0)]).cpu()
-            parts.append(
-                decode_attention(
-                    query[:, :, row : row + 1],
-                    self.packed_keys[visible],
-                    self.packed_values[visible],
-                    counts[self.cu_seqlens],
-                    **options,
-                )
+            out, _ = decode_attention(
+                query[:, :, rows],
+                self.packed_keys[visible],
+                self.packed_values[visible],
+                counts[self.cu_seqlens],
+                tail=tail,
+                tail_mask=row_mask,
+                **options,
             )
-        return torch.cat([out for out, _ in parts], dim=2), torch.cat([lse for _, lse in parts], dim=2)
+            parts.append(out)
+        return torch.cat(parts, dim=2)
 
     def _select_rows(self, rows: list[int]) -> None:
         heads, bounds = self.num_kv_heads, self.cu_seqlens.tolist()

@@ -370,3 +370,35 @@ def test_replay_refuses_an_unknown_reduction():
     """An unknown reduction is an error that names the known ones."""
     with pytest.raises(ValueError, match="reduction must be one of max.*got 'mean'"):
         replay_attention(*replay_inputs(), anchor=0, start=0, end=50, local=True, softmax_scale=1.0, reduction="mean")
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch", "cpu", "auto"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_tail_is_attended_with_the_context(backend, dtype, masked):
+    """Context and tail together equal one softmax over both; the tail may be part of a larger buffer, and masked."""
+    generator = torch.Generator().manual_seed(1)
+    lengths, tail_length, heads, group, dim = [0, 5, 63, 200], 9, 2, 3, 64
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)
+    key, value = (torch.randn(int(cu_seqlens[-1]), dim, generator=generator).to(dtype) for _ in range(2))
+    buffers = [torch.full((2, heads, 64, dim), float("nan"), dtype=dtype) for _ in range(2)]
+    for buffer in buffers:
+        buffer[:, :, :tail_length] = torch.randn(2, heads, tail_length, dim, generator=generator).to(dtype)
+    tail = tuple(buffer[:, :, :tail_length] for buffer in buffers)
+    query = torch.randn(2, heads * group, 1, dim, generator=generator).to(dtype)
+    visible = torch.ones(2, 1, 1, tail_length, dtype=torch.bool)
+    visible[1, ..., :4] = not masked
+    out, lse = decode_attention(
+        query, key, value, cu_seqlens, softmax_scale=0.125, tail=tail, tail_mask=visible if masked else None,
+        backend=backend,
+    )  # fmt: skip
+    for row in range(2):
+        for head in range(heads * group):
+            kv_head = head // group
+            segment = slice(*cu_seqlens[row * heads + kv_head :][:2].tolist())
+            seen = visible[row, 0, 0]
+            keys = torch.cat([key[segment], tail[0][row, kv_head][seen]]).double()
+            values = torch.cat([value[segment], tail[1][row, kv_head][seen]]).double()
+            logits = keys @ query[row, head, 0].double() * 0.125
+            torch.testing.assert_close(out[row, head, 0].double(), logits.softmax(0) @ values, atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(lse[row, head, 0].double(), logits.logsumexp(0), atol=1e-5, rtol=1e-5)
