@@ -2,47 +2,35 @@
 
 from __future__ import annotations
 
-import logging
-from functools import lru_cache
+from typing import Any
 
 import torch
 
-from . import cpu_decode, reference, torch_decode, torch_replay
+from .backends import BACKENDS, REPLAY_BACKENDS, check_backend, decode_module, replay_module
 from .merge import merge_lse
+from .quantization import PackedKeys, PackedValues, QuantizedKeys, QuantizedValues
+from .segments import Segments
+from .torch_decode import accumulation_dtype
 
-logger = logging.getLogger(__name__)
+__all__ = [
+    "BACKENDS",
+    "REDUCTIONS",
+    "REPLAY_BACKENDS",
+    "check_backend",
+    "decode_attention",
+    "merge_lse",
+    "replay_attention",
+    "replay_scores",
+]
 
-BACKENDS = ("auto", "reference", "torch", "cpu")
 REDUCTIONS = ("max", "sum_of_squares", "sum", "logit")
-
-# Above this many query rows a KV head, matrix products beat the row-by-row CPU kernel
-_CPU_MAX_ROWS = 16
-_CPU_DTYPES = (torch.float32, torch.bfloat16)
-
-
-def check_backend(backend: str) -> None:
-    """Raise ``ValueError`` unless ``backend`` is one of :data:`BACKENDS`."""
-    if backend not in BACKENDS:
-        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
-
-
-@lru_cache(maxsize=16)
-def _log_choice(choice: str, device: str, dtype: torch.dtype) -> None:
-    logger.debug("backend 'auto' chose %r for %s on %s", choice, dtype, device)
-
-
-def _choose_decode_backend(packed_key: torch.Tensor, rows: int, softcap: float | None) -> str:
-    fits = packed_key.device.type == "cpu" and packed_key.dtype in _CPU_DTYPES and softcap is None
-    choice = "cpu" if fits and rows <= _CPU_MAX_ROWS else "torch"
-    _log_choice(choice, packed_key.device.type, packed_key.dtype)
-    return choice
 
 
 def decode_attention(
     query: torch.Tensor,
-    packed_key: torch.Tensor,
-    packed_value: torch.Tensor,
-    cu_seqlens: torch.Tensor,
+    packed_key: PackedKeys,
+    packed_value: PackedValues,
+    cu_seqlens: torch.Tensor | Segments,
     *,
     softmax_scale: float,
     softcap: float | None = None,
@@ -57,11 +45,12 @@ def decode_attention(
     ----------
     query : torch.Tensor
         Shape (batch_size, num_heads, q_len, head_dim).
-    packed_key, packed_value : torch.Tensor
+    packed_key, packed_value : torch.Tensor, or QuantizedKeys and QuantizedValues
         Shape (total, head_dim): the kept pairs of (row 0, KV head 0), (row 0, KV head 1), ..., one after another.
-    cu_seqlens : torch.Tensor
-        Shape (batch_size * num_kv_heads + 1,), int32 or int64, on the CPU: segment ``i`` is
-        ``packed_key[cu_seqlens[i]:cu_seqlens[i + 1]]``. Segments may be empty.
+    cu_seqlens : torch.Tensor or Segments
+        Shape (batch_size * num_kv_heads + 1,), int32 or int64: segment ``i`` is
+        ``packed_key[cu_seqlens[i]:cu_seqlens[i + 1]]``. Segments may be empty. A tensor is validated at every call; a
+        :class:`~kvzip_press.kernels.segments.Segments` was when it was built, and no call waits for the device.
     softmax_scale : float
         Factor of the logits.
     softcap : float, optional
@@ -71,84 +60,108 @@ def decode_attention(
     tail_mask : torch.Tensor, optional
         Boolean, True where a tail key is visible, broadcastable to (batch_size, num_heads, q_len, tail_len).
     backend : str
-        ``"auto"``, or one of :data:`BACKENDS`, which then runs or raises.
+        One of :data:`BACKENDS`. ``"auto"`` takes ``"cpu"`` for CPU tensors, ``"triton"`` for CUDA tensors where it is
+        installed and the GPU's compute capability is 8.0 or higher, and ``"torch"`` for the rest (float64, other
+        devices). A named backend runs or raises.
 
     Returns
     -------
     tuple[torch.Tensor, torch.Tensor]
         Output (batch_size, num_heads, q_len, head_dim) and log-sum-exp of the scaled logits (batch_size, num_heads,
-        q_len), in float32 (float64 for float64 input). Without a tail, an empty segment gives output 0 and log-sum-exp
-        ``-inf``.
+        q_len), in float32 (float64 for float64 queries). A row that sees no key has output 0 and log-sum-exp ``-inf``.
 
     Raises
     ------
     ValueError
-        If shapes disagree, or the named backend can't take this input.
+        If shapes, types or devices disagree, or the named backend can't take this input.
+    ImportError
+        If what the named backend needs is not installed.
     """
-    check_backend(backend)
-    batch_size, num_heads, q_len, head_dim = query.shape
-    num_segments = len(cu_seqlens) - 1
-    if num_segments < 1 or batch_size * num_heads % num_segments:
+    segments = cu_seqlens if isinstance(cu_seqlens, Segments) else Segments(cu_seqlens)
+    _check_packed(query, packed_key, packed_value, segments)
+    if tail is not None:
+        _check_tail(query, packed_key, packed_value, segments, tail, tail_mask)
+    quantized = not (isinstance(packed_key, torch.Tensor) and isinstance(packed_value, torch.Tensor))
+    module = decode_module(backend, query.device, query.dtype, packed_key.dtype, query.shape[-1], quantized)
+    out, lse = module.decode_attention(
+        query,
+        packed_key,
+        packed_value,
+        segments,
+        softmax_scale=softmax_scale,
+        softcap=softcap,
+        tail=tail,
+        tail_mask=tail_mask,
+    )
+    # The reference answers in float64
+    dtype = accumulation_dtype(query.dtype)
+    return (out, lse) if out.dtype == dtype else (out.to(dtype), lse.to(dtype))
+
+
+def _check_kind(name: str, packed: Any, quantized: type) -> None:
+    # Kernels read quantised pairs by address: keys in the place of values would be read beyond their end
+    if not isinstance(packed, torch.Tensor | quantized):
+        raise ValueError(f"{name} must be a tensor or {quantized.__name__}, got {type(packed).__name__}")
+
+
+def _check_packed(query: torch.Tensor, packed_key: PackedKeys, packed_value: PackedValues, segments: Segments) -> None:
+    batch_size, num_heads, _, head_dim = query.shape
+    num_segments = len(segments)
+    if not batch_size or num_segments % batch_size or num_heads % (num_segments // batch_size):
         raise ValueError(
             f"cu_seqlens describes {num_segments} segments, which don't divide {batch_size} rows x {num_heads} heads"
         )
+    _check_kind("packed_key", packed_key, QuantizedKeys)
+    _check_kind("packed_value", packed_value, QuantizedValues)
     if packed_key.shape[-1] != head_dim:
         raise ValueError(f"query has head_dim {head_dim}, packed_key {packed_key.shape[-1]}")
-    if len(packed_key) != len(packed_value) or len(packed_key) != int(cu_seqlens[-1]):
+    if not len(packed_key) == len(packed_value) == segments.total:
         raise ValueError(
-            f"packed_key ({len(packed_key)}), packed_value ({len(packed_value)}) and cu_seqlens ({int(cu_seqlens[-1])})"
+            f"packed_key ({len(packed_key)}), packed_value ({len(packed_value)}) and cu_seqlens ({segments.total})"
             " disagree on the number of pairs"
         )
-    if packed_key.dtype != packed_value.dtype or packed_key.device != packed_value.device:
+    if isinstance(packed_key, QuantizedKeys) and len(packed_key.block_offsets) != num_segments + 1:
+        raise ValueError(
+            f"packed_key was quantised in {len(packed_key.block_offsets) - 1} segments, cu_seqlens describes "
+            f"{num_segments}; quantise with the segments that are attended to"
+        )
+    if packed_key.dtype != packed_value.dtype or not packed_key.device == packed_value.device == query.device:
         raise ValueError(
             f"packed_key is {packed_key.dtype} on {packed_key.device}, packed_value {packed_value.dtype} on "
-            f"{packed_value.device}; they must agree"
+            f"{packed_value.device} and query on {query.device}; they must agree"
         )
-    bounds = cu_seqlens.numpy()
-    if bounds[0] != 0 or (bounds[1:] < bounds[:-1]).any():
-        raise ValueError(f"cu_seqlens must start at 0 and never fall, got {cu_seqlens.tolist()}")
-    if backend == "auto":
-        backend = _choose_decode_backend(packed_key, batch_size * num_heads // num_segments * q_len, softcap)
-    fused_tail = tail if backend == "cpu" and tail_mask is None else None
-    out, lse = _decode_context(query, packed_key, packed_value, cu_seqlens, softmax_scale, softcap, fused_tail, backend)
-    if tail is None or fused_tail is not None:
-        return out, lse
-    tail_out, tail_lse = torch_decode.dense_attention(
-        query, *tail, softmax_scale=softmax_scale, softcap=softcap, mask=tail_mask
-    )
-    return merge_lse(out, lse, tail_out, tail_lse)
 
 
-def _decode_context(
+def _check_tail(
     query: torch.Tensor,
-    packed_key: torch.Tensor,
-    packed_value: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    softmax_scale: float,
-    softcap: float | None,
-    fused_tail: tuple[torch.Tensor, torch.Tensor] | None,
-    backend: str,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    if backend == "reference":
-        out, lse = reference.decode_attention(
-            query, packed_key, packed_value, cu_seqlens, softmax_scale=softmax_scale, softcap=softcap
+    packed_key: PackedKeys,
+    packed_value: PackedValues,
+    segments: Segments,
+    tail: tuple[torch.Tensor, torch.Tensor],
+    tail_mask: torch.Tensor | None,
+) -> None:
+    key, value = tail
+    batch_size, num_heads, q_len, head_dim = query.shape
+    leading = (batch_size, len(segments) // batch_size, key.shape[2])
+    if key.shape != (*leading, head_dim) or value.shape != (*leading, packed_value.shape[-1]):
+        raise ValueError(
+            f"the tail's keys have shape {tuple(key.shape)}, its values {tuple(value.shape)}; expected "
+            f"{(*leading, head_dim)} and {(*leading, packed_value.shape[-1])}"
         )
-        dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
-        return out.to(dtype), lse.to(dtype)
-    if backend == "cpu":
-        if packed_key.device.type != "cpu" or packed_key.dtype not in _CPU_DTYPES:
-            raise ValueError(
-                f"backend 'cpu' takes float32 or bfloat16 on the CPU, got {packed_key.dtype} on {packed_key.device}; "
-                "use backend='torch'"
-            )
-        if softcap is not None:
-            raise ValueError("backend 'cpu' has no soft-cap; use backend='torch'")
-        return cpu_decode.decode_attention(
-            query, packed_key, packed_value, cu_seqlens, softmax_scale=softmax_scale, tail=fused_tail
+    if not key.dtype == value.dtype == packed_key.dtype or not key.device == value.device == query.device:
+        raise ValueError(
+            f"the tail is {key.dtype} and {value.dtype} on {key.device} and {value.device}, the context "
+            f"{packed_key.dtype} on {query.device}; they must agree"
         )
-    return torch_decode.decode_attention(
-        query, packed_key, packed_value, cu_seqlens, softmax_scale=softmax_scale, softcap=softcap
-    )
+    if tail_mask is None:
+        return
+    full = (batch_size, num_heads, q_len, key.shape[2])
+    fits = tail_mask.ndim == 4 and all(size in (1, whole) for size, whole in zip(tail_mask.shape, full, strict=True))
+    if tail_mask.dtype != torch.bool or not fits:
+        raise ValueError(
+            f"tail_mask must be boolean and broadcastable to {full}, got {tail_mask.dtype} with shape "
+            f"{tuple(tail_mask.shape)}"
+        )
 
 
 def replay_attention(
@@ -206,8 +219,7 @@ def replay_attention(
     column_weight : torch.Tensor, optional
         Non-negative factor of each pair, shape (batch_size, num_kv_heads, group, end - start).
     backend : str
-        ``"auto"``, ``"torch"`` or ``"reference"``; ``"cpu"`` has no kernel of its own for this and runs the blocked
-        torch form.
+        One of :data:`REPLAY_BACKENDS`, chosen as by :func:`decode_attention`.
 
     Returns
     -------
@@ -218,16 +230,13 @@ def replay_attention(
     Raises
     ------
     ValueError
-        If the columns or the reduction are out of range.
+        If the columns or the reduction are out of range, or the named backend can't take this input.
+    ImportError
+        If what the named backend needs is not installed.
     """
-    check_backend(backend)
-    context_len = context_key.shape[2]
-    if not 0 <= anchor <= start <= end <= context_len:
-        raise ValueError(f"need 0 <= anchor <= start <= end <= {context_len}, got {anchor}, {start}, {end}")
-    if reduction not in REDUCTIONS:
-        raise ValueError(f"reduction must be one of {', '.join(REDUCTIONS)}, got {reduction!r}")
-    replay = reference.replay_attention if backend == "reference" else torch_replay.replay_attention
-    return replay(
+    _check_replay(context_key, anchor, start, end, reduction)
+    module = replay_module(backend, query.device, query.dtype, query.shape[-1])
+    out, scores = module.replay_attention(
         query,
         own_key,
         own_value,
@@ -244,3 +253,68 @@ def replay_attention(
         row_weight=row_weight,
         column_weight=column_weight,
     )
+    dtype = accumulation_dtype(query.dtype)
+    return out.to(dtype), scores.to(dtype)
+
+
+def replay_scores(
+    query: torch.Tensor,
+    own_key: torch.Tensor,
+    context_key: torch.Tensor,
+    *,
+    anchor: int,
+    start: int,
+    end: int,
+    softmax_scale: float,
+    softcap: float | None = None,
+    window: int | None = None,
+    reduction: str = "max",
+    row_weight: torch.Tensor | None = None,
+    column_weight: torch.Tensor | None = None,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """
+    The scores of :func:`replay_attention` alone: no values are read and no output is computed.
+
+    Parameters
+    ----------
+    query, own_key, context_key : torch.Tensor
+        As in :func:`replay_attention`, and so are all other parameters.
+
+    Returns
+    -------
+    torch.Tensor
+        Shape (batch_size, num_kv_heads, end - start), float32 (float64 for float64 input).
+
+    Raises
+    ------
+    ValueError
+        If the columns or the reduction are out of range, or the named backend can't take this input.
+    ImportError
+        If what the named backend needs is not installed.
+    """
+    _check_replay(context_key, anchor, start, end, reduction)
+    module = replay_module(backend, query.device, query.dtype, query.shape[-1])
+    scores: torch.Tensor = module.replay_scores(
+        query,
+        own_key,
+        context_key,
+        anchor=anchor,
+        start=start,
+        end=end,
+        softmax_scale=softmax_scale,
+        softcap=softcap,
+        window=window,
+        reduction=reduction,
+        row_weight=row_weight,
+        column_weight=column_weight,
+    )
+    return scores.to(accumulation_dtype(query.dtype))
+
+
+def _check_replay(context_key: torch.Tensor, anchor: int, start: int, end: int, reduction: str) -> None:
+    context_len = context_key.shape[2]
+    if not 0 <= anchor <= start <= end <= context_len:
+        raise ValueError(f"need 0 <= anchor <= start <= end <= {context_len}, got {anchor}, {start}, {end}")
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"reduction must be one of {', '.join(REDUCTIONS)}, got {reduction!r}")

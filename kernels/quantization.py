@@ -8,7 +8,10 @@ not. Decode kernels read the codes and dequantise in registers.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any, TypeAlias
 
 import torch
 
@@ -17,7 +20,8 @@ from .segments import Segments
 BITS = (8, 4)
 KEY_BLOCK = 64  # tokens of one segment that share the scales of a key block
 VALUE_GROUP = 64  # channels that share a value's scale, where they divide head_dim; otherwise all of them
-_SMALLEST_SCALE = 2.0**-24  # smallest positive float16: a constant block gets codes of 0
+_SMALLEST = 2.0**-24  # smallest positive float16: the scale of a constant block, whose codes are then 0
+_VALUE_ROWS = 1 << 14  # tokens quantised at a time: bounds the float32 copies
 
 
 class _Codes:
@@ -45,11 +49,11 @@ class _Codes:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the storages held: codes, scales and minima."""
-        return sum(part.untyped_storage().nbytes() for part in (self.codes, self.scale, self.minimum))
+        """Bytes of the storages held."""
+        return sum(part.untyped_storage().nbytes() for part in vars(self).values() if isinstance(part, torch.Tensor))
 
-    def _numbers(self) -> torch.Tensor:
-        return unpack_codes(self.codes, self.bits).float()
+    def _numbers(self, span: slice, dtype: torch.dtype) -> torch.Tensor:
+        return unpack_codes(self.codes[span], self.bits).to(dtype)
 
 
 @dataclass(frozen=True)
@@ -83,15 +87,34 @@ class QuantizedKeys(_Codes):
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> QuantizedKeys:
         """Copy to ``device``; ``block_offsets`` stay on the CPU."""
-        moved = {name: getattr(self, name).to(device, non_blocking=non_blocking) for name in _TENSORS}
-        return QuantizedKeys(
-            **moved, block_offsets=self.block_offsets, bits=self.bits, head_dim=self.head_dim, dtype=self.dtype
+        return replace(self, **_moved(self, device, non_blocking))
+
+    def select(self, segments: Segments, chosen: Sequence[int]) -> QuantizedKeys:
+        """Copy of the segments ``chosen``, in that order, with their codes and scales as they are."""
+        blocks = Segments(self.block_offsets)
+        return replace(
+            self,
+            codes=segments.gather(self.codes, chosen),
+            scale=blocks.gather(self.scale, chosen),
+            minimum=blocks.gather(self.minimum, chosen),
+            block_offsets=blocks.select(chosen).cu_seqlens,
         )
+
+    def dequantize_segment(self, segments: Segments, index: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """The keys of one segment as numbers, shape (n, head_dim)."""
+        first, last = segments.bounds[index : index + 2]
+        numbers = self._numbers(slice(first, last), dtype)
+        block = int(self.block_offsets[index])
+        whole, rest = divmod(last - first, KEY_BLOCK)
+        scale, minimum = (part[block : block + whole + 1].to(dtype).unsqueeze(1) for part in (self.scale, self.minimum))
+        numbers[: whole * KEY_BLOCK].view(whole, KEY_BLOCK, self.head_dim).mul_(scale[:whole]).add_(minimum[:whole])
+        if rest:
+            numbers[whole * KEY_BLOCK :].mul_(scale[whole]).add_(minimum[whole])
+        return numbers
 
     def dequantize(self, segments: Segments) -> torch.Tensor:
         """The keys as numbers, float32, shape (total, head_dim)."""
-        block = _block_of_token(segments, self.block_offsets).to(self.device)
-        return self._numbers() * self.scale.float()[block] + self.minimum.float()[block]
+        return torch.cat([self.dequantize_segment(segments, index) for index in range(len(segments))])
 
 
 @dataclass(frozen=True)
@@ -122,18 +145,37 @@ class QuantizedValues(_Codes):
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> QuantizedValues:
         """Copy to ``device``."""
-        moved = {name: getattr(self, name).to(device, non_blocking=non_blocking) for name in _TENSORS}
-        return QuantizedValues(**moved, bits=self.bits, head_dim=self.head_dim, dtype=self.dtype)
+        return replace(self, **_moved(self, device, non_blocking))
+
+    def select(self, segments: Segments, chosen: Sequence[int]) -> QuantizedValues:
+        """Copy of the segments ``chosen``, in that order, with their codes and scales as they are."""
+        selected: dict[str, Any] = {name: segments.gather(getattr(self, name), chosen) for name in _TENSORS}
+        return replace(self, **selected)
+
+    def dequantize_segment(self, segments: Segments, index: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """The values of one segment as numbers, shape (n, head_dim)."""
+        return self._dequantize(slice(*segments.bounds[index : index + 2]), dtype)
 
     def dequantize(self, segments: Segments | None = None) -> torch.Tensor:
         """The values as numbers, float32, shape (total, head_dim)."""
-        groups = self.scale.shape[1]
-        grouped = self._numbers().view(len(self), groups, self.head_dim // groups)
-        return (grouped * self.scale.float().unsqueeze(-1) + self.minimum.float().unsqueeze(-1)).view(self.shape)
+        return self._dequantize(slice(None), torch.float32)
 
+    def _dequantize(self, span: slice, dtype: torch.dtype) -> torch.Tensor:
+        numbers = self._numbers(span, dtype)
+        groups = self.scale.shape[1]
+        scale, minimum = (part[span].to(dtype).unsqueeze(-1) for part in (self.scale, self.minimum))
+        numbers.view(len(numbers), groups, self.head_dim // groups).mul_(scale).add_(minimum)
+        return numbers
+
+
+PackedKeys: TypeAlias = torch.Tensor | QuantizedKeys
+PackedValues: TypeAlias = torch.Tensor | QuantizedValues
 
 _TENSORS = ("codes", "scale", "minimum")
-assert all({*_TENSORS} <= {field.name for field in fields(kind)} for kind in (QuantizedKeys, QuantizedValues))
+
+
+def _moved(packed: _Codes, device: torch.device | str, non_blocking: bool) -> dict[str, Any]:
+    return {name: getattr(packed, name).to(device, non_blocking=non_blocking) for name in _TENSORS}
 
 
 def pack_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
@@ -183,21 +225,23 @@ def quantize_keys(packed_key: torch.Tensor, segments: Segments, bits: int) -> Qu
         If ``bits`` is not 8 or 4, head_dim is odd in 4 bits, the number of pairs is not that of the segments, or a
         number is not finite or too large for float16 scales.
     """
-    _check(packed_key, bits)
+    head_dim = packed_key.shape[-1]
+    check_bits(bits, head_dim)
     if len(packed_key) != segments.total:
         raise ValueError(f"packed_key holds {len(packed_key)} pairs, the segments {segments.total}")
-    numbers = packed_key.float()
+    parts = []
+    for first, last in pairwise(segments.bounds):
+        numbers = packed_key[first:last].float()
+        # Repeating the last key fills its block and changes neither end of a channel's range
+        filling = numbers[-1:].expand(-(last - first) % KEY_BLOCK, head_dim)
+        blocks = torch.cat([numbers, filling]).view(-1, KEY_BLOCK, head_dim)
+        scale, minimum = _scales(blocks.amin(dim=1), blocks.amax(dim=1), bits)
+        codes = _encode(blocks, scale.unsqueeze(1), minimum.unsqueeze(1), bits)
+        parts.append((pack_codes(codes.view(-1, head_dim)[: last - first], bits), scale, minimum))
+    codes, scale, minimum = map(torch.cat, zip(*parts, strict=True))
+    _check_scales(scale, minimum)
     offsets = segments.block_offsets(KEY_BLOCK)
-    block = _block_of_token(segments, offsets).to(packed_key.device)
-    index = block.unsqueeze(-1).expand_as(numbers)
-    empty = numbers.new_zeros(int(offsets[-1]), packed_key.shape[-1])
-    minimum = empty.scatter_reduce(0, index, numbers, "amin", include_self=False)
-    maximum = empty.scatter_reduce(0, index, numbers, "amax", include_self=False)
-    scale, minimum = _scales(minimum, maximum, bits)
-    codes = _encode(numbers, scale[block], minimum[block], bits)
-    return QuantizedKeys(
-        pack_codes(codes, bits), scale, minimum, offsets, bits, packed_key.shape[-1], packed_key.dtype
-    )
+    return QuantizedKeys(codes, scale, minimum, offsets, bits, head_dim, packed_key.dtype)
 
 
 def quantize_values(packed_value: torch.Tensor, bits: int) -> QuantizedValues:
@@ -216,39 +260,47 @@ def quantize_values(packed_value: torch.Tensor, bits: int) -> QuantizedValues:
     ValueError
         If ``bits`` is not 8 or 4, head_dim is odd in 4 bits, or a number is not finite or too large for float16 scales.
     """
-    _check(packed_value, bits)
     head_dim = packed_value.shape[-1]
+    check_bits(bits, head_dim)
     groups = head_dim // VALUE_GROUP if head_dim % VALUE_GROUP == 0 else 1
-    numbers = packed_value.float().view(len(packed_value), groups, head_dim // groups)
-    scale, minimum = _scales(numbers.amin(dim=-1), numbers.amax(dim=-1), bits)
-    codes = _encode(numbers, scale.unsqueeze(-1), minimum.unsqueeze(-1), bits).view(len(packed_value), head_dim)
-    return QuantizedValues(pack_codes(codes, bits), scale, minimum, bits, head_dim, packed_value.dtype)
+    parts = []
+    for rows in packed_value.split(_VALUE_ROWS):
+        numbers = rows.float().view(len(rows), groups, head_dim // groups)
+        scale, minimum = _scales(numbers.amin(dim=-1), numbers.amax(dim=-1), bits)
+        codes = _encode(numbers, scale.unsqueeze(-1), minimum.unsqueeze(-1), bits)
+        parts.append((pack_codes(codes.view(len(rows), head_dim), bits), scale, minimum))
+    codes, scale, minimum = map(torch.cat, zip(*parts, strict=True))
+    _check_scales(scale, minimum)
+    return QuantizedValues(codes, scale, minimum, bits, head_dim, packed_value.dtype)
 
 
-def _check(packed: torch.Tensor, bits: int) -> None:
+def check_bits(bits: int, head_dim: int) -> None:
+    """Raise ``ValueError`` unless numbers of ``head_dim`` channels can be stored in ``bits`` bits."""
     if bits not in BITS:
         raise ValueError(f"bits must be one of {', '.join(map(str, BITS))}, got {bits}")
-    if bits == 4 and packed.shape[-1] % 2:
-        raise ValueError(f"4 bits need an even head_dim, got {packed.shape[-1]}; use 8 bits")
+    if bits == 4 and head_dim % 2:
+        raise ValueError(f"4 bits need an even head_dim, got {head_dim}; use 8 bits")
+
+
+def _half_below(numbers: torch.Tensor) -> torch.Tensor:
+    """The numbers in float16, none above what it stands for."""
+    nearest = numbers.half()
+    below = (numbers - numbers.abs() * 2.0**-10 - _SMALLEST).half()
+    return torch.where(nearest.float() > numbers, below, nearest)
 
 
 def _scales(minimum: torch.Tensor, maximum: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
-    minimum = minimum.half()
-    # From the minimum as it is stored, so that the codes reach the maximum
-    scale = ((maximum - minimum.float()) / (2**bits - 1)).clamp_min(_SMALLEST_SCALE).half()
+    # Rounded outwards, so that the codes reach both ends of the range: no number is further off than half a step
+    stored = _half_below(minimum)
+    steps = (maximum - stored.float()) / (2**bits - 1)
+    return -_half_below(-steps.clamp_min(_SMALLEST)), stored
+
+
+def _check_scales(scale: torch.Tensor, minimum: torch.Tensor) -> None:
     if not (torch.isfinite(scale).all() and torch.isfinite(minimum).all()):
         raise ValueError("keys and values must be finite and below 65,504 to be quantised; keep this cache unquantised")
-    return scale, minimum
 
 
 def _encode(numbers: torch.Tensor, scale: torch.Tensor, minimum: torch.Tensor, bits: int) -> torch.Tensor:
-    # The scales as they are stored, so that rounding them costs no accuracy twice
     codes = ((numbers - minimum.float()) / scale.float()).round_()
     return codes.clamp_(0, 2**bits - 1).to(torch.uint8)
-
-
-def _block_of_token(segments: Segments, block_offsets: torch.Tensor) -> torch.Tensor:
-    """Key block of each packed token, shape (total,)."""
-    starts = segments.cu_seqlens[:-1].repeat_interleave(segments.lengths)
-    within = (torch.arange(segments.total) - starts) // KEY_BLOCK
-    return block_offsets[:-1].repeat_interleave(segments.lengths) + within

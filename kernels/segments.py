@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import cached_property
+from typing import Any, TypeVar
 
 import torch
+
+T = TypeVar("T")
 
 
 class Segments:
@@ -33,23 +37,55 @@ class Segments:
                 f"{cu_seqlens.dtype} with shape {tuple(cu_seqlens.shape)}"
             )
         self.cu_seqlens = cu_seqlens.detach().to(device="cpu", dtype=torch.int64, copy=True)
-        self.lengths = self.cu_seqlens.diff()
-        if self.cu_seqlens[0] != 0 or (self.lengths < 0).any():
+        lengths = self.lengths
+        if self.cu_seqlens[0] != 0 or (lengths < 0).any():
             raise ValueError(f"cu_seqlens must start at 0 and never fall, got {cu_seqlens.tolist()}")
         self.total = int(self.cu_seqlens[-1])
-        self.max_length = int(self.lengths.max())
-        self._on_device: dict[tuple[str, torch.device], torch.Tensor] = {}
+        self.max_length = int(lengths.max())
+        self._derived: dict[Any, Any] = {}
+
+    @classmethod
+    def from_lengths(cls, lengths: torch.Tensor) -> Segments:
+        """Segments of the given lengths, shape (num_segments,), integers."""
+        lengths = lengths.to(device="cpu", dtype=torch.int64)
+        return cls(torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]))
 
     def __len__(self) -> int:
-        return len(self.lengths)
+        return len(self.cu_seqlens) - 1
 
     def __repr__(self) -> str:
         return f"Segments(num_segments={len(self)}, total={self.total}, max_length={self.max_length})"
+
+    def __reduce__(self) -> tuple[type[Segments], tuple[torch.Tensor]]:
+        # Copies and pickles carry the bounds; what kernels derived from them is made again where it is used
+        return Segments, (self.cu_seqlens,)
+
+    @property
+    def lengths(self) -> torch.Tensor:
+        """Pairs of each segment, shape (num_segments,), int64, on the CPU."""
+        return self.cu_seqlens.diff()
 
     @cached_property
     def bounds(self) -> list[int]:
         """``cu_seqlens`` as a list."""
         return self.cu_seqlens.tolist()
+
+    def spans(self, chosen: Sequence[int]) -> Iterator[slice]:
+        """Where the segments ``chosen`` lie in a packed tensor; neighbours are joined to one slice."""
+        bounds = self.bounds
+        first = 0
+        for index, segment in enumerate(chosen):
+            if index + 1 == len(chosen) or chosen[index + 1] != segment + 1:
+                yield slice(bounds[chosen[first]], bounds[segment + 1])
+                first = index + 1
+
+    def gather(self, packed: torch.Tensor, chosen: Sequence[int]) -> torch.Tensor:
+        """Copy of the segments ``chosen`` of a packed tensor, in that order, one after another."""
+        return torch.cat([packed[span] for span in self.spans(chosen)])
+
+    def select(self, chosen: Sequence[int]) -> Segments:
+        """Bounds of what :meth:`gather` returns."""
+        return Segments.from_lengths(self.lengths[list(chosen)])
 
     def block_offsets(self, block: int) -> torch.Tensor:
         """
@@ -70,7 +106,10 @@ class Segments:
 
     def on_device(self, name: str, device: torch.device, values: torch.Tensor) -> torch.Tensor:
         """The int32 copy of ``values`` on ``device``, made at the first call with this ``name`` and kept."""
-        key = (name, device)
-        if key not in self._on_device:
-            self._on_device[key] = values.to(device=device, dtype=torch.int32)
-        return self._on_device[key]
+        return self.derived((name, device), lambda: values.to(device=device, dtype=torch.int32))
+
+    def derived(self, key: Hashable, make: Callable[[], T]) -> T:
+        """What ``make`` returned at the first call with this ``key``: a kernel's own plan of the segments."""
+        if key not in self._derived:
+            self._derived[key] = make()
+        return self._derived[key]

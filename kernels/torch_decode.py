@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import torch
 
+from .merge import merge_lse
+from .quantization import PackedKeys, PackedValues
+from .segments import Segments
+
 # Elements of one block of logits: bounds scratch memory for long questions (float32: 16 MiB)
 _BLOCK_ELEMENTS = 1 << 22
 
 
-def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """In which queries of ``dtype`` are attended, and results returned."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -46,7 +51,7 @@ def dense_attention(
     batch_size, num_heads, q_len, head_dim = query.shape
     num_kv_heads, kv_len = key.shape[1:3]
     group = num_heads // num_kv_heads
-    dtype = _accumulation_dtype(query.dtype)
+    dtype = accumulation_dtype(query.dtype)
     key_t = key.to(dtype).transpose(-1, -2)
     value = value.to(dtype)
     out = torch.empty(batch_size, num_heads, q_len, value.shape[-1], dtype=dtype, device=query.device)
@@ -73,35 +78,77 @@ def dense_attention(
     return out, lse
 
 
+def merge_tail(
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    query: torch.Tensor,
+    tail: tuple[torch.Tensor, torch.Tensor] | None,
+    tail_mask: torch.Tensor | None,
+    *,
+    softmax_scale: float,
+    softcap: float | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    Merge attention over the context with that over the dense tail: for decode modules whose kernel reads no tail.
+
+    Parameters
+    ----------
+    out, lse : torch.Tensor
+        Attention over the context, shape (batch_size, num_heads, q_len, head_dim) and (batch_size, num_heads, q_len).
+    query, tail, tail_mask, softmax_scale, softcap
+        As given to :func:`kvzip_press.kernels.api.decode_attention`.
+    """
+    if tail is None:
+        return out, lse
+    key, value = tail
+    dense = dense_attention(query, key, value, softmax_scale=softmax_scale, softcap=softcap, mask=tail_mask)
+    return merge_lse(out, lse, *dense)
+
+
+def _stored_numbers(
+    packed: PackedKeys | PackedValues, segments: Segments, index: int, dtype: torch.dtype
+) -> torch.Tensor:
+    if isinstance(packed, torch.Tensor):
+        first, last = segments.bounds[index : index + 2]
+        return packed[first:last]
+    return packed.dequantize_segment(segments, index, dtype)
+
+
 def decode_attention(
     query: torch.Tensor,
-    packed_key: torch.Tensor,
-    packed_value: torch.Tensor,
-    cu_seqlens: torch.Tensor,
+    packed_key: PackedKeys,
+    packed_value: PackedValues,
+    segments: Segments,
     *,
     softmax_scale: float,
     softcap: float | None = None,
+    tail: tuple[torch.Tensor, torch.Tensor] | None = None,
+    tail_mask: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One matrix product per (row, KV head) segment. See :func:`kvzip_press.kernels.api.decode_attention`."""
+    """
+    One matrix product per (row, KV head) segment. See :func:`kvzip_press.kernels.api.decode_attention`.
+
+    Quantised pairs are dequantised a segment at a time.
+    """
     batch_size, num_heads, q_len, head_dim = query.shape
-    num_segments = len(cu_seqlens) - 1
-    group = batch_size * num_heads // num_segments
-    dtype = _accumulation_dtype(query.dtype)
-    grouped = query.reshape(num_segments, group, q_len, head_dim)
-    out = torch.zeros(num_segments, group, q_len, packed_value.shape[-1], dtype=dtype, device=query.device)
-    lse = torch.full((num_segments, group, q_len), -torch.inf, dtype=dtype, device=query.device)
-    bounds = cu_seqlens.tolist()
+    value_dim, num_segments = packed_value.shape[-1], len(segments)
+    dtype = accumulation_dtype(query.dtype)
+    grouped = query.reshape(num_segments, -1, q_len, head_dim)
+    out = torch.zeros(*grouped.shape[:3], value_dim, dtype=dtype, device=query.device)
+    lse = torch.full(grouped.shape[:3], -torch.inf, dtype=dtype, device=query.device)
+    bounds = segments.bounds
     for segment in range(num_segments):
-        first, last = bounds[segment], bounds[segment + 1]
-        if first == last:
+        if bounds[segment] == bounds[segment + 1]:
             continue
         segment_out, segment_lse = dense_attention(
             grouped[None, segment],
-            packed_key[None, None, first:last],
-            packed_value[None, None, first:last],
+            _stored_numbers(packed_key, segments, segment, dtype)[None, None],
+            _stored_numbers(packed_value, segments, segment, dtype)[None, None],
             softmax_scale=softmax_scale,
             softcap=softcap,
         )
         out[segment] = segment_out[0]
         lse[segment] = segment_lse[0]
-    return out.view(batch_size, num_heads, q_len, packed_value.shape[-1]), lse.view(batch_size, num_heads, q_len)
+    out = out.view(batch_size, num_heads, q_len, value_dim)
+    lse = lse.view(batch_size, num_heads, q_len)
+    return merge_tail(out, lse, query, tail, tail_mask, softmax_scale=softmax_scale, softcap=softcap)

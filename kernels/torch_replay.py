@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from .merge import merge_lse
-from .torch_decode import _accumulation_dtype, dense_attention
+from .torch_decode import accumulation_dtype, dense_attention
 
 # Elements of one block of logits: larger blocks gain little, smaller ones lose parallel work
 _BLOCK_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 24}
@@ -51,43 +51,41 @@ def _reduce_rows(weights: torch.Tensor, reduction: str) -> torch.Tensor:
     return weights.sum(dim=2)
 
 
-def replay_attention(
+def _replay(
     query: torch.Tensor,
-    own_key: torch.Tensor,
-    own_value: torch.Tensor,
-    context_key: torch.Tensor,
-    context_value: torch.Tensor,
+    keys: tuple[torch.Tensor, torch.Tensor],
+    values: tuple[torch.Tensor, torch.Tensor] | None,
     *,
     anchor: int,
     start: int,
     end: int,
-    local: bool,
+    with_lse: bool,
     softmax_scale: float,
-    softcap: float | None = None,
-    window: int | None = None,
-    reduction: str = "max",
-    row_weight: torch.Tensor | None = None,
-    column_weight: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    softcap: float | None,
+    window: int | None,
+    reduction: str,
+    row_weight: torch.Tensor | None,
+    column_weight: torch.Tensor | None,
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor]:
     """
-    Blocked over queries. See :func:`kvzip_press.kernels.api.replay_attention`.
+    Attention over anchor, chunk and own keys and its log-sum-exp, each if asked for, and the scores.
 
-    The keys that enter the score (anchor, chunk, own) are gathered once; each block of queries takes one product with
-    them, one softmax, one column reduction and one product with their values. Full replay adds the attention over the
-    remaining context, merged by log-sum-exp, so no product is computed twice.
+    ``keys`` and ``values`` are those of the context and of the replayed tokens. The keys that enter the score are
+    gathered once; each block of queries takes one product with them, one softmax, one column reduction and one product
+    with their values.
     """
     batch_size, num_heads, q_len, head_dim = query.shape
-    num_kv_heads, context_len = context_key.shape[1:3]
+    num_kv_heads, context_len = keys[0].shape[1:3]
     group, segments = num_heads // num_kv_heads, batch_size * num_kv_heads
-    dtype = _accumulation_dtype(query.dtype)
+    dtype = accumulation_dtype(query.dtype)
     device = query.device
 
     def gather(context: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
         parts = [context[:, :, :anchor], context[:, :, start:end], own]
         return torch.cat(parts, dim=2).to(dtype).reshape(segments, -1, own.shape[-1])
 
-    key_t = gather(context_key, own_key).transpose(-1, -2)
-    value = gather(context_value, own_value)
+    key_t = gather(*keys).transpose(-1, -2)
+    value = None if values is None else gather(*values)
     n_scored = end - start
     first_own = anchor + n_scored
     columns = torch.cat(
@@ -97,8 +95,8 @@ def replay_attention(
             torch.arange(context_len, context_len + q_len, device=device),
         ]
     )
-    out = torch.empty(batch_size, num_heads, q_len, value.shape[-1], dtype=dtype, device=device)
-    lse = None if local else torch.empty(batch_size, num_heads, q_len, dtype=dtype, device=device)
+    out = None if value is None else query.new_empty(batch_size, num_heads, q_len, value.shape[-1], dtype=dtype)
+    lse = query.new_empty(batch_size, num_heads, q_len, dtype=dtype) if with_lse else None
     fill = -torch.inf if reduction == "logit" else 0.0
     scores = torch.full((segments, group, n_scored), fill, dtype=dtype, device=device)
 
@@ -122,9 +120,11 @@ def replay_attention(
         if window is not None:
             row_index = torch.arange(context_len + first, context_len + last, device=device).unsqueeze(-1)
             by_group.masked_fill_(columns[:n_keys] <= row_index - window, -torch.inf)
-        torch.softmax(logits, dim=-1, out=weights)
-        torch.bmm(weights, value[:, :n_keys], out=(block_out := weights.new_empty(*shape[:2], value.shape[-1])))
-        out[:, :, first:last] = block_out.view(batch_size, num_heads, n_rows, -1)
+        if reduction != "logit" or out is not None:
+            torch.softmax(logits, dim=-1, out=weights)
+        if out is not None and value is not None:
+            block_out = torch.bmm(weights, value[:, :n_keys])
+            out[:, :, first:last] = block_out.view(batch_size, num_heads, n_rows, -1)
         if lse is not None:
             row_lse = logits.amax(dim=-1) - weights.amax(dim=-1).log()
             lse[:, :, first:last] = row_lse.view(batch_size, num_heads, n_rows)
@@ -144,18 +144,95 @@ def replay_attention(
         factor = column_weight.to(dtype).reshape(segments, group, n_scored)
         scores = scores * (factor.square() if reduction == "sum_of_squares" else factor)
     over_group = scores.amax(dim=1) if reduction in ("max", "logit") else scores.sum(dim=1)
+    return out, lse, over_group.view(batch_size, num_kv_heads, n_scored)
 
-    if lse is not None:
-        for first, last in ((anchor, start), (end, context_len)):
-            if first >= last:
-                continue
-            keys, values = context_key[:, :, first:last], context_value[:, :, first:last]
-            if window is None:
-                rest, rest_lse = _rest_attention(query, keys, values, softmax_scale, softcap)
-            else:
-                rest_columns = torch.arange(first, last, device=device)
-                rest, rest_lse = _windowed_rest(
-                    query, keys, values, rest_columns, context_len, window, softmax_scale, softcap
-                )
-            out, lse = merge_lse(out, lse, rest.to(dtype), rest_lse.to(dtype))
-    return out, over_group.view(batch_size, num_kv_heads, n_scored)
+
+def replay_attention(
+    query: torch.Tensor,
+    own_key: torch.Tensor,
+    own_value: torch.Tensor,
+    context_key: torch.Tensor,
+    context_value: torch.Tensor,
+    *,
+    anchor: int,
+    start: int,
+    end: int,
+    local: bool,
+    softmax_scale: float,
+    softcap: float | None = None,
+    window: int | None = None,
+    reduction: str = "max",
+    row_weight: torch.Tensor | None = None,
+    column_weight: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    Blocked over queries. See :func:`kvzip_press.kernels.api.replay_attention`.
+
+    Full replay adds the attention over the columns that do not enter the score, merged by log-sum-exp, so no product is
+    computed twice.
+    """
+    out, lse, scores = _replay(
+        query,
+        (context_key, own_key),
+        (context_value, own_value),
+        anchor=anchor,
+        start=start,
+        end=end,
+        with_lse=not local,
+        softmax_scale=softmax_scale,
+        softcap=softcap,
+        window=window,
+        reduction=reduction,
+        row_weight=row_weight,
+        column_weight=column_weight,
+    )
+    assert out is not None
+    if lse is None:
+        return out, scores
+    context_len = context_key.shape[2]
+    for first, last in ((anchor, start), (end, context_len)):
+        if first >= last:
+            continue
+        keys, values = context_key[:, :, first:last], context_value[:, :, first:last]
+        if window is None:
+            rest, rest_lse = _rest_attention(query, keys, values, softmax_scale, softcap)
+        else:
+            rest_columns = torch.arange(first, last, device=query.device)
+            rest, rest_lse = _windowed_rest(
+                query, keys, values, rest_columns, context_len, window, softmax_scale, softcap
+            )
+        out, lse = merge_lse(out, lse, rest.to(out.dtype), rest_lse.to(out.dtype))
+    return out, scores
+
+
+def replay_scores(
+    query: torch.Tensor,
+    own_key: torch.Tensor,
+    context_key: torch.Tensor,
+    *,
+    anchor: int,
+    start: int,
+    end: int,
+    softmax_scale: float,
+    softcap: float | None = None,
+    window: int | None = None,
+    reduction: str = "max",
+    row_weight: torch.Tensor | None = None,
+    column_weight: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Blocked over queries, without any product with values. See :func:`kvzip_press.kernels.api.replay_scores`."""
+    return _replay(
+        query,
+        (context_key, own_key),
+        None,
+        anchor=anchor,
+        start=start,
+        end=end,
+        with_lse=False,
+        softmax_scale=softmax_scale,
+        softcap=softcap,
+        window=window,
+        reduction=reduction,
+        row_weight=row_weight,
+        column_weight=column_weight,
+    )[2]

@@ -11,14 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvzip_press.kernels import reference, torch_decode, torch_replay
-from kvzip_press.kernels.api import BACKENDS, REDUCTIONS, decode_attention, replay_attention
+from kvzip_press.kernels.api import REDUCTIONS, decode_attention, replay_attention, replay_scores
 from kvzip_press.kernels.merge import merge_lse
 from kvzip_press.kernels.torch_decode import dense_attention
 
 # Largest error of an output that is a mean of values of size 1
 BOUND = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 2e-5, torch.float16: 2e-5}
-DTYPES = {"reference": list(BOUND), "torch": list(BOUND), "cpu": [torch.float32, torch.bfloat16]}
-DTYPES["auto"] = list(BOUND)
+DTYPES = {name: list(BOUND) for name in ("auto", "reference", "torch")}
+DTYPES["cpu"] = [torch.float32, torch.bfloat16, torch.float16]
+# Those that run without a GPU
+BACKENDS = tuple(DTYPES)
 
 
 def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -89,7 +91,7 @@ def test_decode_with_values_of_another_size(backend):
     check_decode(backend, randn(1, 4, 2, 16), key, value, bounds([15, 25]))
 
 
-@pytest.mark.parametrize("backend", ["reference", "torch", "auto"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_decode_with_a_softcap(backend):
     """Logits are capped before the softmax, as in Gemma."""
     key, value = 3 * randn(40, 16, seed=1), randn(40, 16, seed=2)
@@ -150,38 +152,22 @@ def test_the_cpu_kernel_needs_no_contiguous_input():
     check_decode("cpu", query, both[:, 0], both[:, 1], bounds([80, 120]))
 
 
-def test_auto_takes_the_cpu_kernel_for_decoding_and_torch_for_long_questions(monkeypatch):
-    """A few rows a head run in the row-by-row kernel, many in matrix products, other formats in torch."""
-    from kvzip_press.kernels import api
-
-    taken = []
-    for name, module in (("cpu", api.cpu_decode), ("torch", api.torch_decode)):
-        original = module.decode_attention
-        monkeypatch.setattr(
-            module, "decode_attention", lambda *a, n=name, f=original, **k: (taken.append(n), f(*a, **k))[1]
-        )
-    for q_len, dtype, softcap in ((1, torch.float32, None), (64, torch.float32, None), (1, torch.float16, None)):
-        key = randn(30, 16, dtype=dtype)
-        decode_attention(randn(1, 4, q_len, 16, dtype=dtype), key, key, bounds([30]), softmax_scale=1, softcap=softcap)
-    key = randn(30, 16)
-    decode_attention(randn(1, 4, 1, 16), key, key, bounds([30]), softmax_scale=1.0, softcap=5.0)
-    assert taken == ["cpu", "torch", "torch", "torch"]
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (dict(backend="fast"), "backend must be one of auto.*got 'fast'"),
         (dict(cu_seqlens=bounds([10, 10, 10])), "3 segments, which don't divide 1 rows x 4 heads"),
-        (dict(cu_seqlens=torch.tensor([0])), "0 segments"),
+        (dict(cu_seqlens=torch.tensor([0])), r"shape \(num_segments \+ 1,\), got torch.int64 with shape \(1,\)"),
+        (dict(cu_seqlens=torch.tensor([0.0, 20.0])), "must be int32 or int64.*got torch.float32"),
+        (dict(query=torch.zeros(3, 4, 1, 8)), "2 segments, which don't divide 3 rows x 4 heads"),
         (dict(cu_seqlens=bounds([10, 11])), r"packed_key \(20\), packed_value \(20\) and cu_seqlens \(21\)"),
         (dict(packed_value=torch.zeros(19, 8)), r"packed_value \(19\)"),
         (dict(packed_key=torch.zeros(20, 9)), "query has head_dim 8, packed_key 9"),
-        (dict(backend="cpu", softcap=2.0), "backend 'cpu' has no soft-cap; use backend='torch'"),
         (
-            dict(backend="cpu", packed_key=torch.zeros(20, 8).half(), packed_value=torch.zeros(20, 8).half()),
-            "takes float32 or bfloat16.*use backend='torch'",
+            dict(backend="cpu", packed_key=torch.zeros(20, 8).double(), packed_value=torch.zeros(20, 8).double()),
+            "backend 'cpu' takes float32, bfloat16, float16, got float32 and float64; use backend='auto' or 'torch'",
         ),
+        (dict(backend="triton"), "backend 'triton' runs on CUDA GPUs only, got tensors on cpu"),
         (dict(packed_value=torch.zeros(20, 8).double()), "packed_value torch.float64.*must agree"),
         (dict(cu_seqlens=torch.tensor([0, 25, 20])), r"must start at 0 and never fall, got \[0, 25, 20\]"),
         (dict(cu_seqlens=torch.tensor([5, 10, 20])), "must start at 0"),
@@ -267,11 +253,17 @@ def replay_inputs(batch_size=1, num_kv_heads=2, group=3, q_len=11, context_len=5
 
 
 def check_replay(inputs, bound=2e-5, **options):
+    """Compare outputs and scores, and the scores computed alone, with the specification."""
     arguments = {"softmax_scale": 0.25, **options}
     out, scores = replay_attention(*inputs, **arguments)
     expected_out, expected_scores = reference.replay_attention(*inputs, **arguments)
     torch.testing.assert_close(out.double(), expected_out, atol=bound, rtol=1e-4)
     torch.testing.assert_close(scores.double(), expected_scores, atol=bound, rtol=1e-4)
+    query, own_key, _, context_key, _ = inputs
+    del arguments["local"]
+    alone = replay_scores(query, own_key, context_key, **arguments)
+    assert alone.dtype == scores.dtype
+    torch.testing.assert_close(alone.double(), expected_scores, atol=bound, rtol=1e-4)
 
 
 def test_the_specification_of_the_replay_worked_by_hand():
