@@ -1,0 +1,187 @@
+"""The kernel backends, a line each. What a backend is made of is imported when it first runs."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import logging
+import os
+from dataclasses import dataclass
+from functools import lru_cache
+from types import ModuleType
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+_HALVES = (torch.bfloat16, torch.float16)
+_FLOATS = (torch.float32, *_HALVES)
+_ALL = (torch.float64, *_FLOATS)
+
+
+@dataclass(frozen=True)
+class Backend:
+    """
+    Where the kernels of a backend are, and what they take.
+
+    Parameters
+    ----------
+    decode : str
+        Module of this package with ``decode_attention(query, packed_key, packed_value, segments, *, softmax_scale,
+        softcap, tail, tail_mask)``, as :func:`kvzip_press.kernels.api.decode_attention` has validated them.
+    replay : str, optional
+        Module with ``replay_attention`` and ``replay_scores``, likewise; None if the backend only decodes.
+    dtypes : tuple[torch.dtype, ...]
+        Of queries and of packed pairs (for quantised ones: of what was quantised).
+    device : str, optional
+        Type of the device; any by default.
+    capability : tuple[int, int], optional
+        Lowest compute capability.
+    quantized : bool
+        Whether quantised pairs are read.
+    max_head_dim : int, optional
+        Largest head size.
+    package, extra : str, optional
+        What must be installed, and the extra of kvzip-press that installs it.
+    """
+
+    decode: str
+    replay: str | None
+    dtypes: tuple[torch.dtype, ...] = _FLOATS
+    device: str | None = None
+    capability: tuple[int, int] | None = None
+    quantized: bool = True
+    max_head_dim: int | None = None
+    package: str | None = None
+    extra: str | None = None
+
+    def unsupported(
+        self, device: torch.device, dtypes: tuple[torch.dtype, ...], head_dim: int, quantized: bool = False
+    ) -> str | None:
+        """Why this backend can't take an input, None if it can; whether it is installed is another question."""
+        on_cpu = self.device == "cpu" or (self.package == "triton" and os.environ.get("TRITON_INTERPRET") == "1")
+        if self.device not in (None, device.type) and not (on_cpu and device.type == "cpu"):
+            return f"runs on {_place(self.device)} only, got tensors on {device}"
+        if not set(dtypes) <= set(self.dtypes):
+            names = ", ".join(_name(dtype) for dtype in self.dtypes)
+            return f"takes {names}, got {' and '.join(_name(dtype) for dtype in dict.fromkeys(dtypes))}"
+        if quantized and not self.quantized:
+            return "reads no quantised keys and values"
+        if self.max_head_dim is not None and head_dim > self.max_head_dim:
+            return f"takes a head_dim of at most {self.max_head_dim}, got {head_dim}"
+        if self.capability is not None and device.type == "cuda":
+            capability = torch.cuda.get_device_capability(device)
+            if capability < self.capability:
+                return f"needs compute capability {_version(self.capability)}, {device} has {_version(capability)}"
+        return None
+
+    @property
+    def installed(self) -> bool:
+        """Whether the package it needs can be found."""
+        return self.package is None or importlib.util.find_spec(self.package) is not None
+
+
+def _place(device: str) -> str:
+    return {"cpu": "the CPU", "cuda": "CUDA GPUs"}[device]
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _version(capability: tuple[int, int]) -> str:
+    return ".".join(map(str, capability))
+
+
+REGISTRY = {
+    "reference": Backend("reference", "reference", _ALL),
+    "torch": Backend("torch_decode", "torch_replay", _ALL),
+    "cpu": Backend("cpu_decode", "torch_replay", device="cpu"),
+    "triton": Backend(
+        "triton_decode", "triton_replay", device="cuda", capability=(8, 0), max_head_dim=256, package="triton",
+        extra="gpu",
+    ),
+    "flash": Backend(
+        "flash_decode", None, _HALVES, device="cuda", capability=(8, 0), quantized=False, max_head_dim=256,
+        package="flash_attn", extra="flash-attn",
+    ),
+}  # fmt: skip
+BACKENDS = ("auto", *REGISTRY)
+REPLAY_BACKENDS = ("auto", *(name for name, backend in REGISTRY.items() if backend.replay is not None))
+_FASTEST = {"cpu": "cpu", "cuda": "triton"}
+
+
+def check_backend(backend: str) -> None:
+    """Raise ``ValueError`` unless ``backend`` is one of :data:`BACKENDS`."""
+    if backend not in BACKENDS:
+        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
+
+
+@lru_cache(maxsize=64)
+def _log_choice(choice: str, device: str, dtype: torch.dtype) -> None:
+    logger.debug("backend 'auto' chose %r for %s on %s", choice, _name(dtype), device)
+
+
+def _choose(device: torch.device, dtypes: tuple[torch.dtype, ...], head_dim: int, quantized: bool) -> str:
+    choice = _FASTEST.get(device.type, "torch")
+    fits = REGISTRY[choice].installed and REGISTRY[choice].unsupported(device, dtypes, head_dim, quantized) is None
+    # ROCm's devices are named cuda too
+    if not fits or (choice == "triton" and torch.version.hip is not None):
+        choice = "torch"
+    _log_choice(choice, device.type, dtypes[0])
+    return choice
+
+
+def _resolve(
+    backend: str, device: torch.device, dtypes: tuple[torch.dtype, ...], head_dim: int, quantized: bool = False
+) -> Backend:
+    check_backend(backend)
+    if backend == "auto":
+        return REGISTRY[_choose(device, dtypes, head_dim, quantized)]
+    found = REGISTRY[backend]
+    reason = found.unsupported(device, dtypes, head_dim, quantized)
+    if reason is not None:
+        raise ValueError(f"backend {backend!r} {reason}; use backend='auto' or 'torch'")
+    if found.package is not None:
+        try:
+            importlib.import_module(found.package)
+        except ImportError as error:
+            raise ImportError(
+                f"backend {backend!r} needs {found.package}, which can't be imported ({error}); "
+                f"run `pip install \"kvzip-press[{found.extra}]\"` or use backend='auto'"
+            ) from error
+    return found
+
+
+@lru_cache(maxsize=256)
+def decode_module(
+    backend: str,
+    device: torch.device,
+    query_dtype: torch.dtype,
+    packed_dtype: torch.dtype,
+    head_dim: int,
+    quantized: bool,
+) -> ModuleType:
+    """
+    The module whose ``decode_attention`` runs such an input.
+
+    Raises
+    ------
+    ValueError
+        If there is no such backend, or the named one can't take such input.
+    ImportError
+        If what the named backend needs is not installed.
+    """
+    found = _resolve(backend, device, (query_dtype, packed_dtype), head_dim, quantized)
+    return importlib.import_module(f".{found.decode}", __package__)
+
+
+@lru_cache(maxsize=64)
+def replay_module(backend: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> ModuleType:
+    """The module whose ``replay_attention`` and ``replay_scores`` run such an input; see :func:`decode_module`."""
+    check_backend(backend)
+    if backend not in REPLAY_BACKENDS:
+        raise ValueError(f"backend {backend!r} only decodes; replay with one of {', '.join(REPLAY_BACKENDS)}")
+    found = _resolve(backend, device, (dtype,), head_dim)
+    assert found.replay is not None
+    return importlib.import_module(f".{found.replay}", __package__)
