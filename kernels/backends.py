@@ -96,7 +96,7 @@ def _version(capability: tuple[int, int]) -> str:
 REGISTRY = {
     "reference": Backend("reference", "reference", _ALL),
     "torch": Backend("torch_decode", "torch_replay", _ALL),
-    "cpu": Backend("cpu_decode", "torch_replay", device="cpu"),
+    "cpu": Backend("cpu_decode", "cpu_replay", device="cpu"),
     "triton": Backend(
         "triton_decode", "triton_replay", device="cuda", capability=(8, 0), max_head_dim=256, package="triton",
         extra="gpu",

@@ -4,42 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from .merge import merge_lse
-from .torch_decode import accumulation_dtype, dense_attention
+from .replay_parts import gather_scored, gathered_columns, merge_rest, over_group
+from .torch_decode import accumulation_dtype
 
 # Elements of one block of logits: larger blocks gain little, smaller ones lose parallel work
 _BLOCK_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 24}
 _MIN_BLOCK_ROWS = 16
-
-
-def _rest_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, softmax_scale: float, softcap: float | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention over context columns that every replayed token sees, with log-sum-exp; grouped rows, no mask."""
-    batch_size, num_heads, q_len, head_dim = query.shape
-    num_kv_heads = key.shape[1]
-    if query.device.type != "cpu" or softcap is not None or value.shape[-1] != head_dim:
-        return dense_attention(query, key, value, softmax_scale=softmax_scale, softcap=softcap)
-    grouped = query.reshape(batch_size, num_kv_heads, -1, head_dim)
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        grouped, key, value, 0.0, False, scale=softmax_scale
-    )
-    return out.reshape(query.shape), lse.reshape(batch_size, num_heads, q_len)
-
-
-def _windowed_rest(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    columns: torch.Tensor,
-    context_len: int,
-    window: int,
-    softmax_scale: float,
-    softcap: float | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    rows = torch.arange(context_len, context_len + query.shape[2], device=query.device).unsqueeze(-1)
-    visible = (columns > rows - window).view(1, 1, query.shape[2], -1)
-    return dense_attention(query, key, value, softmax_scale=softmax_scale, softcap=softcap, mask=visible)
 
 
 def _reduce_rows(weights: torch.Tensor, reduction: str) -> torch.Tensor:
@@ -80,21 +50,11 @@ def _replay(
     dtype = accumulation_dtype(query.dtype)
     device = query.device
 
-    def gather(context: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
-        parts = [context[:, :, :anchor], context[:, :, start:end], own]
-        return torch.cat(parts, dim=2).to(dtype).reshape(segments, -1, own.shape[-1])
-
-    key_t = gather(*keys).transpose(-1, -2)
-    value = None if values is None else gather(*values)
+    key_t = gather_scored(*keys, anchor, start, end, dtype).transpose(-1, -2)
+    value = None if values is None else gather_scored(*values, anchor, start, end, dtype)
     n_scored = end - start
     first_own = anchor + n_scored
-    columns = torch.cat(
-        [
-            torch.arange(anchor, device=device),
-            torch.arange(start, end, device=device),
-            torch.arange(context_len, context_len + q_len, device=device),
-        ]
-    )
+    columns = gathered_columns(anchor, start, end, context_len, q_len, device)
     out = None if value is None else query.new_empty(batch_size, num_heads, q_len, value.shape[-1], dtype=dtype)
     lse = query.new_empty(batch_size, num_heads, q_len, dtype=dtype) if with_lse else None
     fill = -torch.inf if reduction == "logit" else 0.0
@@ -140,11 +100,7 @@ def _replay(
         else:
             scores += block_scores
 
-    if column_weight is not None:
-        factor = column_weight.to(dtype).reshape(segments, group, n_scored)
-        scores = scores * (factor.square() if reduction == "sum_of_squares" else factor)
-    over_group = scores.amax(dim=1) if reduction in ("max", "logit") else scores.sum(dim=1)
-    return out, lse, over_group.view(batch_size, num_kv_heads, n_scored)
+    return out, lse, over_group(scores, batch_size, reduction, column_weight)
 
 
 def replay_attention(
@@ -187,21 +143,18 @@ def replay_attention(
         column_weight=column_weight,
     )
     assert out is not None
-    if lse is None:
-        return out, scores
-    context_len = context_key.shape[2]
-    for first, last in ((anchor, start), (end, context_len)):
-        if first >= last:
-            continue
-        keys, values = context_key[:, :, first:last], context_value[:, :, first:last]
-        if window is None:
-            rest, rest_lse = _rest_attention(query, keys, values, softmax_scale, softcap)
-        else:
-            rest_columns = torch.arange(first, last, device=query.device)
-            rest, rest_lse = _windowed_rest(
-                query, keys, values, rest_columns, context_len, window, softmax_scale, softcap
-            )
-        out, lse = merge_lse(out, lse, rest.to(out.dtype), rest_lse.to(out.dtype))
+    if lse is not None:
+        out = merge_rest(
+            out,
+            lse,
+            query,
+            context_key,
+            context_value,
+            skipped=((0, anchor), (start, end)),
+            softmax_scale=softmax_scale,
+            softcap=softcap,
+            window=window,
+        )
     return out, scores
 
 

@@ -1,0 +1,214 @@
+"""The two products of attention, over rows of packed storage that are read in place in whatever format they are in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import product
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from .cpu_simd import (
+    EMIT_LOAD,
+    FLOAT32,
+    FLOATS,
+    HALF_BYTES,
+    HIGH_HALVES,
+    ITEMSIZE,
+    LANES,
+    LOW_HALVES,
+    emit_load,
+    emit_multiply_add,
+    emit_prefetch,
+    emit_splat,
+    emit_store,
+    emit_sums_of_four,
+    operation,
+)
+
+MAX_ROWS = 4  # query rows that share what is loaded
+_VECTOR = 4 * LANES
+_ADDRESS = ir.IntType(types.intp.bitwidth)
+
+
+class _Writer:
+    """Writes address arithmetic, loops and vector variables."""
+
+    def __init__(self, builder: ir.IRBuilder) -> None:
+        self.builder = builder
+
+    def at(self, base: Any, *terms: tuple[Any, Any]) -> Any:
+        """``base`` plus a sum of products of values and constants."""
+        for a, b in terms:
+            base = self.builder.add(base, self.builder.mul(self._value(a), self._value(b)))
+        return base
+
+    def _value(self, number: Any) -> Any:
+        return ir.Constant(_ADDRESS, number) if isinstance(number, int) else number
+
+    @contextmanager
+    def loop(self, count: Any) -> Iterator[Any]:
+        with cgutils.for_range(self.builder, count, intp=_ADDRESS) as loop:
+            yield loop.index
+
+    def variable(self, start: Any = None) -> Any:
+        """A vector variable, 0 unless told otherwise."""
+        slot = cgutils.alloca_once(self.builder, FLOATS)
+        self.builder.store(ir.Constant(FLOATS, [0.0] * LANES) if start is None else start, slot)
+        return slot
+
+    def add_product(self, slot: Any, a: Any, b: Any) -> None:
+        self.builder.store(emit_multiply_add(self.builder, a, b, self.builder.load(slot)), slot)
+
+    def load(self, address: Any, kind: int = FLOAT32) -> Any:
+        return EMIT_LOAD[kind](self.builder, address)
+
+    def number(self, address: Any) -> Any:
+        return emit_load(self.builder, address, ir.FloatType(), 4)
+
+
+def _case_number(builder: ir.IRBuilder | None, parts: tuple[Any, ...]) -> Any:
+    """One number for several small ones, of constants or in the code being written."""
+    number = parts[0]
+    for part in parts[1:]:
+        if builder is None:
+            number = number * 8 + part
+        else:
+            number = builder.add(builder.mul(number, ir.Constant(_ADDRESS, 8)), part)
+    return number
+
+
+def _dispatch(builder: ir.IRBuilder, selector: Any, cases: dict[int, Callable[[], None]]) -> None:
+    """Jump to the code of one case; there is nothing for other values."""
+    end = builder.append_basic_block("end")
+    switch = builder.switch(selector, end)
+    for value, emit in cases.items():
+        block = builder.append_basic_block(f"case{value}")
+        switch.add_case(ir.Constant(selector.type, value), block)
+        builder.position_at_end(block)
+        emit()
+        builder.branch(end)
+    builder.position_at_end(end)
+
+
+def _elements(builder: ir.IRBuilder, array: Any) -> list[Any]:
+    return [builder.load(builder.gep(array, [ir.Constant(_ADDRESS, index)])) for index in range(4)]
+
+
+def _emit_products(builder: ir.IRBuilder, kind: int, rows: int, *arguments: Any) -> None:
+    keys, key_step, ahead, queries, query_step, vectors, out, out_step = arguments
+    write = _Writer(builder)
+    halves = [LOW_HALVES, HIGH_HALVES] if kind == HALF_BYTES else [kind]
+    quarters = [cgutils.alloca_once(builder, FLOATS, size=4) for _ in range(rows)]
+    loops = builder.udiv(vectors, ir.Constant(_ADDRESS, len(halves)))
+    with write.loop(ir.Constant(_ADDRESS, 4)) as quad:
+        first_key = write.at(keys, (builder.mul(quad, ir.Constant(_ADDRESS, 4)), key_step))
+        sums = [[write.variable() for _ in range(4)] for _ in range(rows)]
+        with write.loop(loops) as index:
+            for half, half_kind in enumerate(halves):
+                position = builder.add(index, builder.mul(loops, ir.Constant(_ADDRESS, half)))
+                query = [write.load(write.at(queries, (row, query_step), (position, _VECTOR))) for row in range(rows)]
+                for item in range(4):
+                    address = write.at(first_key, (item, key_step), (index, LANES * ITEMSIZE[kind]))
+                    key = write.load(address, half_kind)
+                    if half == 0:
+                        emit_prefetch(builder, write.at(address, (ahead, 1)))
+                    for row in range(rows):
+                        write.add_product(sums[row][item], query[row], key)
+        for row in range(rows):
+            total = emit_sums_of_four(builder, [builder.load(slot) for slot in sums[row]], 1)
+            builder.store(total, builder.gep(quarters[row], [quad]))
+    for row in range(rows):
+        emit_store(
+            builder, write.at(out, (row, out_step)), emit_sums_of_four(builder, _elements(builder, quarters[row]), 4)
+        )
+
+
+@intrinsic
+def products(  # type: ignore[no-untyped-def]
+    context, kind, rows, keys, key_step, ahead, queries, query_step, vectors, out, out_step
+):
+    """
+    Products of up to :data:`MAX_ROWS` queries with 16 keys.
+
+    Keys are rows of ``vectors`` x 16 channels in format ``kind``, ``key_step`` bytes apart; those ``ahead`` bytes
+    further are asked for from memory. Queries are float32. Writes
+    16 float32 for each query at ``out``, ``out_step`` bytes apart. 4-bit keys need an even number of vectors.
+    """
+
+    def emit(builder: ir.IRBuilder, kind: Any, rows: Any, *arguments: Any) -> None:
+        selector = _case_number(builder, (kind, rows))
+        cases = {
+            _case_number(None, case): lambda case=case: _emit_products(builder, *case, *arguments)
+            for case in product(range(HALF_BYTES + 1), range(1, MAX_ROWS + 1))
+        }
+        _dispatch(builder, selector, cases)
+
+    return operation(types.void, (types.intp,) * 10, emit)
+
+
+def _emit_add_values(builder: ir.IRBuilder, kind: int, rows: int, width: int, *arguments: Any) -> None:
+    values, value_step, ahead, count, weights, weight_step, out, out_step, factors, offsets = arguments
+    write = _Writer(builder)
+    addresses = [[write.at(out, (row, out_step), (index, _VECTOR)) for index in range(width)] for row in range(rows)]
+    sums = []
+    for row in range(rows):
+        factor = emit_splat(builder, write.number(write.at(factors, (row, 4))))
+        offset = emit_splat(builder, write.number(write.at(offsets, (row, 4))))
+        sums.append(
+            [write.variable(emit_multiply_add(builder, write.load(at), factor, offset)) for at in addresses[row]]
+        )
+    with write.loop(count) as item:
+        base = write.at(values, (item, value_step))
+        value = [write.load(write.at(base, (index, LANES * ITEMSIZE[kind])), kind) for index in range(width)]
+        for index in range(0, width, max(1, 4 // ITEMSIZE[kind])):
+            emit_prefetch(builder, write.at(base, (ahead, 1), (index, LANES * ITEMSIZE[kind])))
+        for row in range(rows):
+            weight = emit_splat(builder, write.number(write.at(weights, (row, weight_step), (item, 4))))
+            for index in range(width):
+                write.add_product(sums[row][index], weight, value[index])
+    for row in range(rows):
+        for index in range(width):
+            emit_store(builder, addresses[row][index], builder.load(sums[row][index]))
+
+
+_WIDTHS = (4, 2, 1)
+
+
+@intrinsic
+def add_values(  # type: ignore[no-untyped-def]
+    context,
+    kind,
+    rows,
+    width,
+    values,
+    value_step,
+    ahead,
+    count,
+    weights,
+    weight_step,
+    out,
+    out_step,
+    factors,
+    offsets,
+):
+    """
+    ``out = out * factor + offset + weights @ values`` for up to :data:`MAX_ROWS` rows and ``width`` x 16 channels.
+
+    Values are ``count`` rows in format ``kind`` (for 4 bits ``LOW_HALVES`` or ``HIGH_HALVES``), ``value_step`` bytes
+    apart; weights, factors and offsets are float32. ``width`` is 4, 2 or 1.
+    """
+
+    def emit(builder: ir.IRBuilder, kind: Any, rows: Any, width: Any, *arguments: Any) -> None:
+        selector = _case_number(builder, (kind, rows, width))
+        cases = {
+            _case_number(None, case): lambda case=case: _emit_add_values(builder, *case, *arguments)
+            for case in product(range(HIGH_HALVES + 1), range(1, MAX_ROWS + 1), _WIDTHS)
+        }
+        _dispatch(builder, selector, cases)
+
+    return operation(types.void, (types.intp,) * 13, emit)
