@@ -78,11 +78,14 @@ def decode_attention(
         If what the named backend needs is not installed.
     """
     segments = cu_seqlens if isinstance(cu_seqlens, Segments) else Segments(cu_seqlens)
-    _check_packed(query, packed_key, packed_value, segments)
+    head_dim, dtype, device = query.shape[-1], packed_key.dtype, query.device
+    _check_packed(query.shape, device, packed_key, packed_value, segments)
     if tail is not None:
-        _check_tail(query, packed_key, packed_value, segments, tail, tail_mask)
-    quantized = not (isinstance(packed_key, torch.Tensor) and isinstance(packed_value, torch.Tensor))
-    module = decode_module(backend, query.device, query.dtype, packed_key.dtype, query.shape[-1], quantized)
+        _check_tail(query.shape, device, dtype, packed_value.shape[-1], len(segments), tail)
+        if tail_mask is not None:
+            _check_tail_mask(query.shape, device, tail[0].shape[2], tail_mask)
+    quantized = isinstance(packed_key, QuantizedKeys) or isinstance(packed_value, QuantizedValues)
+    module = decode_module(backend, device, query.dtype, dtype, head_dim, quantized)
     out, lse = module.decode_attention(
         query,
         packed_key,
@@ -93,31 +96,38 @@ def decode_attention(
         tail=tail,
         tail_mask=tail_mask,
     )
+    wide = accumulation_dtype(query.dtype)
     # The reference answers in float64
-    dtype = accumulation_dtype(query.dtype)
-    return (out, lse) if out.dtype == dtype else (out.to(dtype), lse.to(dtype))
+    return (out, lse) if out.dtype == wide else (out.to(wide), lse.to(wide))
 
 
 def _check_kind(name: str, packed: Any, quantized: type) -> None:
     # Kernels read quantised pairs by address: keys in the place of values would be read beyond their end
-    if not isinstance(packed, torch.Tensor | quantized):
+    if not isinstance(packed, quantized) and not isinstance(packed, torch.Tensor):
         raise ValueError(f"{name} must be a tensor or {quantized.__name__}, got {type(packed).__name__}")
 
 
-def _check_packed(query: torch.Tensor, packed_key: PackedKeys, packed_value: PackedValues, segments: Segments) -> None:
-    batch_size, num_heads, _, head_dim = query.shape
+def _check_packed(
+    query_shape: torch.Size,
+    device: torch.device,
+    packed_key: PackedKeys,
+    packed_value: PackedValues,
+    segments: Segments,
+) -> None:
+    _check_kind("packed_key", packed_key, QuantizedKeys)
+    _check_kind("packed_value", packed_value, QuantizedValues)
+    batch_size, num_heads, _, head_dim = query_shape
     num_segments = len(segments)
     if not batch_size or num_segments % batch_size or num_heads % (num_segments // batch_size):
         raise ValueError(
             f"cu_seqlens describes {num_segments} segments, which don't divide {batch_size} rows x {num_heads} heads"
         )
-    _check_kind("packed_key", packed_key, QuantizedKeys)
-    _check_kind("packed_value", packed_value, QuantizedValues)
-    if packed_key.shape[-1] != head_dim:
-        raise ValueError(f"query has head_dim {head_dim}, packed_key {packed_key.shape[-1]}")
-    if not len(packed_key) == len(packed_value) == segments.total:
+    total, key_dim = packed_key.shape
+    if key_dim != head_dim:
+        raise ValueError(f"query has head_dim {head_dim}, packed_key {key_dim}")
+    if not total == len(packed_value) == segments.total:
         raise ValueError(
-            f"packed_key ({len(packed_key)}), packed_value ({len(packed_value)}) and cu_seqlens ({segments.total})"
+            f"packed_key ({total}), packed_value ({len(packed_value)}) and cu_seqlens ({segments.total})"
             " disagree on the number of pairs"
         )
     if isinstance(packed_key, QuantizedKeys) and len(packed_key.block_offsets) != num_segments + 1:
@@ -125,42 +135,43 @@ def _check_packed(query: torch.Tensor, packed_key: PackedKeys, packed_value: Pac
             f"packed_key was quantised in {len(packed_key.block_offsets) - 1} segments, cu_seqlens describes "
             f"{num_segments}; quantise with the segments that are attended to"
         )
-    if packed_key.dtype != packed_value.dtype or not packed_key.device == packed_value.device == query.device:
+    if packed_key.dtype != packed_value.dtype or not packed_key.device == packed_value.device == device:
         raise ValueError(
             f"packed_key is {packed_key.dtype} on {packed_key.device}, packed_value {packed_value.dtype} on "
-            f"{packed_value.device} and query on {query.device}; they must agree"
+            f"{packed_value.device} and query on {device}; they must agree"
         )
 
 
 def _check_tail(
-    query: torch.Tensor,
-    packed_key: PackedKeys,
-    packed_value: PackedValues,
-    segments: Segments,
+    query_shape: torch.Size,
+    device: torch.device,
+    dtype: torch.dtype,
+    value_dim: int,
+    num_segments: int,
     tail: tuple[torch.Tensor, torch.Tensor],
-    tail_mask: torch.Tensor | None,
 ) -> None:
     key, value = tail
-    batch_size, num_heads, q_len, head_dim = query.shape
-    leading = (batch_size, len(segments) // batch_size, key.shape[2])
-    if key.shape != (*leading, head_dim) or value.shape != (*leading, packed_value.shape[-1]):
+    key_shape, batch_size = key.shape, query_shape[0]
+    leading = (batch_size, num_segments // batch_size, key_shape[2])
+    if key_shape != (*leading, query_shape[-1]) or value.shape != (*leading, value_dim):
         raise ValueError(
-            f"the tail's keys have shape {tuple(key.shape)}, its values {tuple(value.shape)}; expected "
-            f"{(*leading, head_dim)} and {(*leading, packed_value.shape[-1])}"
+            f"the tail's keys have shape {tuple(key_shape)}, its values {tuple(value.shape)}; expected "
+            f"{(*leading, query_shape[-1])} and {(*leading, value_dim)}"
         )
-    if not key.dtype == value.dtype == packed_key.dtype or not key.device == value.device == query.device:
+    if not key.dtype == value.dtype == dtype or not key.device == value.device == device:
         raise ValueError(
-            f"the tail is {key.dtype} and {value.dtype} on {key.device} and {value.device}, the context "
-            f"{packed_key.dtype} on {query.device}; they must agree"
+            f"the tail is {key.dtype} and {value.dtype} on {key.device} and {value.device}, the context {dtype} on "
+            f"{device}; they must agree"
         )
-    if tail_mask is None:
-        return
-    full = (batch_size, num_heads, q_len, key.shape[2])
-    fits = tail_mask.ndim == 4 and all(size in (1, whole) for size, whole in zip(tail_mask.shape, full, strict=True))
-    if tail_mask.dtype != torch.bool or not fits:
+
+
+def _check_tail_mask(query_shape: torch.Size, device: torch.device, tail_len: int, tail_mask: torch.Tensor) -> None:
+    full, shape = (*query_shape[:3], tail_len), tail_mask.shape
+    fits = len(shape) == 4 and all(size in (1, whole) for size, whole in zip(shape, full, strict=True))
+    if tail_mask.dtype != torch.bool or tail_mask.device != device or not fits:
         raise ValueError(
-            f"tail_mask must be boolean and broadcastable to {full}, got {tail_mask.dtype} with shape "
-            f"{tuple(tail_mask.shape)}"
+            f"tail_mask must be boolean, on {device} and broadcastable to {full}, got {tail_mask.dtype} on "
+            f"{tail_mask.device} with shape {tuple(shape)}"
         )
 
 

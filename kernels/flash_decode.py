@@ -61,14 +61,14 @@ def decode_attention(
         softcap=softcap or 0.0,
         return_attn_probs=True,
     )
-    # [heads, num_segments * rows]: by segment, then as the rows of the query
-    lse = lse.view(heads, num_segments, rows).transpose(0, 1).reshape(num_segments, group, q_len)
-    out = out.float().view(num_segments, group, q_len, head_dim)
+    # [heads, num_segments * rows]
+    lse = lse.reshape(heads, num_segments, rows).transpose(0, 1)
+    out = out.float().reshape(num_segments, -1)
     empty = segments.derived(("empty", device), lambda: _empty_segments(segments, device))
     if empty is not None:
         # flash-attn's log-sum-exp of no keys is +inf
         lse, out = lse.index_fill(0, empty, -torch.inf), out.index_fill(0, empty, 0.0)
-    out, lse = out.view(query.shape), lse.view(batch_size, num_heads, q_len)
+    out, lse = out.view(query.shape), lse.reshape(query.shape[:3])
     return merge_tail(out, lse, query, tail, tail_mask, softmax_scale=softmax_scale, softcap=softcap)
 
 

@@ -40,6 +40,7 @@ class Segments:
         lengths = self.lengths
         if self.cu_seqlens[0] != 0 or (lengths < 0).any():
             raise ValueError(f"cu_seqlens must start at 0 and never fall, got {cu_seqlens.tolist()}")
+        self._num_segments = len(lengths)
         self.total = int(self.cu_seqlens[-1])
         self.max_length = int(lengths.max())
         self._derived: dict[Any, Any] = {}
@@ -51,7 +52,7 @@ class Segments:
         return cls(torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]))
 
     def __len__(self) -> int:
-        return len(self.cu_seqlens) - 1
+        return self._num_segments
 
     def __repr__(self) -> str:
         return f"Segments(num_segments={len(self)}, total={self.total}, max_length={self.max_length})"

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 
 import pytest
 import torch
+from attention_oracle import bounds, expected_decode, quantized, randn
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvzip_press.kernels import reference, torch_decode, torch_replay
+from kvzip_press.kernels import cpu_replay, reference, torch_decode, torch_replay
 from kvzip_press.kernels.api import REDUCTIONS, decode_attention, replay_attention, replay_scores
 from kvzip_press.kernels.merge import merge_lse
+from kvzip_press.kernels.quantization import quantize_keys, quantize_values
+from kvzip_press.kernels.segments import Segments
 from kvzip_press.kernels.torch_decode import dense_attention
 
 # Largest error of an output that is a mean of values of size 1
@@ -22,35 +24,34 @@ DTYPES["cpu"] = [torch.float32, torch.bfloat16, torch.float16]
 # Those that run without a GPU
 BACKENDS = tuple(DTYPES)
 
+# Lengths of two or three heads for each of one to three rows
+RAGGED = {
+    "empty head": (1, [0, 111]),
+    "nothing at all": (1, [0, 0, 0]),
+    "one pair": (1, [1, 1]),
+    "odd": (1, [63, 111]),
+    "no multiple of any block": (1, [130, 67, 257]),
+    "uneven": (1, [2, 700]),
+    "whole blocks": (1, [64, 128]),
+    "three rows": (3, [5, 64, 0, 129, 65, 1]),
+}
 
-def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
-
-def bounds(lengths) -> torch.Tensor:
-    return torch.tensor([0, *itertools.accumulate(lengths)])
-
-
-def check_decode(backend, query, key, value, cu_seqlens, softmax_scale=None, softcap=None):
-    """Compare a backend with an attention written out here, head by head, in float64."""
+def check_decode(backend, query, key, value, lengths, softmax_scale=None, **options):
+    """Compare a backend with an attention written out in float64; returns what it gave."""
     scale = query.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    out, lse = decode_attention(query, key, value, cu_seqlens, softmax_scale=scale, softcap=softcap, backend=backend)
+    segments = Segments(bounds(lengths))
+    out, lse = decode_attention(query, key, value, segments, softmax_scale=scale, backend=backend, **options)
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32
     assert out.dtype == lse.dtype == wide
     assert out.shape == (*query.shape[:3], value.shape[-1]) and lse.shape == query.shape[:3]
-    group = query.shape[0] * query.shape[1] // (len(cu_seqlens) - 1)
-    flat_out, flat_lse, flat_query = (t.flatten(0, 1).double() for t in (out, lse, query))
-    for index in range(len(flat_query)):
-        first, last = cu_seqlens[index // group], cu_seqlens[index // group + 1]
-        if first == last:
-            assert (flat_out[index] == 0).all() and (flat_lse[index] == -torch.inf).all()
-            continue
-        logits = flat_query[index] @ key[first:last].double().T * scale
-        logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
-        torch.testing.assert_close(
-            flat_out[index], logits.softmax(-1) @ value[first:last].double(), atol=BOUND[query.dtype], rtol=1e-4
-        )
-        torch.testing.assert_close(flat_lse[index], logits.logsumexp(-1), atol=BOUND[query.dtype] * 10, rtol=1e-5)
+    expected_out, expected_lse = expected_decode(query, key, value, lengths, scale, **options)
+    unseen = expected_lse == -torch.inf
+    assert (out[unseen] == 0).all() and (lse[unseen] == -torch.inf).all()
+    bound = BOUND[query.dtype]
+    torch.testing.assert_close(out.double(), expected_out, atol=bound, rtol=1e-4)
+    torch.testing.assert_close(lse.double(), expected_lse, atol=bound * 10, rtol=1e-5)
+    return out, lse
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -61,41 +62,113 @@ def test_decode_over_head_sizes_and_formats(backend, head_dim):
     for dtype in DTYPES[backend]:
         key, value = (randn(sum(lengths), head_dim, seed=seed, dtype=dtype) for seed in (1, 2))
         query = randn(2, 12, 1, head_dim, dtype=dtype)
-        check_decode(backend, query, key, value, bounds(lengths))
+        check_decode(backend, query, key, value, lengths)
 
 
-@settings(max_examples=60, deadline=None)
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("shape", list(RAGGED))
+@pytest.mark.parametrize("bits", [16, 8, 4])
+def test_decode_over_ragged_shapes_and_storages(backend, shape, bits):
+    """Named ragged cases, plain and quantised, with a masked tail: the numbers that are stored are attended to."""
+    batch_size, lengths = RAGGED[shape]
+    num_kv_heads, dtype = len(lengths) // batch_size, torch.bfloat16
+    key, value = (randn(sum(lengths), 64, seed=seed, dtype=dtype) for seed in (1, 2))
+    tail = tuple(randn(batch_size, num_kv_heads, 9, 64, seed=seed, dtype=dtype) for seed in (3, 4))
+    query = randn(batch_size, num_kv_heads * 3, 2, 64, dtype=dtype)
+    visible = torch.ones(2, 9, dtype=torch.bool).tril(7)[None, None]
+    key, value = quantized(key, value, lengths, bits)
+    check_decode(backend, query, key, value, lengths, tail=tail, tail_mask=visible)
+    check_decode(backend, query, key, value, lengths)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize(("head_dim", "value_dim"), [(128, 128), (80, 80), (2, 2), (34, 192)])
+def test_decode_of_quantised_pairs_over_head_sizes(backend, bits, head_dim, value_dim):
+    """Value groups of 64 channels where they divide the head size, one group where not."""
+    lengths = [70, 0, 5]
+    key, value = quantized(randn(75, head_dim, seed=1), randn(75, value_dim, seed=2), lengths, bits)
+    check_decode(backend, randn(1, 6, 1, head_dim), key, value, lengths)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_decode_of_keys_and_values_in_different_bits(backend):
+    """Keys and values are stored each in their own way."""
+    lengths = [70, 3]
+    key, value = randn(73, 64, seed=1), randn(73, 64, seed=2)
+    segments = Segments(bounds(lengths))
+    query = randn(1, 4, 1, 64)
+    for packed_key, packed_value in (
+        (quantize_keys(key, segments, 8), quantize_values(value, 4)),
+        (key, quantize_values(value, 4)),
+        (quantize_keys(key, segments, 4), value),
+    ):
+        check_decode(backend, query, packed_key, packed_value, lengths)
+
+
+@settings(max_examples=80, deadline=None)
 @given(
-    backend=st.sampled_from(["cpu", "torch", "auto"]),
+    backend=st.sampled_from(["cpu", "torch", "auto", "reference"]),
     batch_size=st.integers(1, 3),
     num_kv_heads=st.integers(1, 3),
     group=st.integers(1, 5),
     q_len=st.integers(1, 6),
-    head_dim=st.sampled_from([1, 8, 17, 64]),
+    head_dim=st.sampled_from([2, 8, 18, 64]),
+    bits=st.sampled_from([32, 16, 8, 4]),
+    tail_len=st.sampled_from([None, 0, 1, 7, 64, 70]),
     data=st.data(),
 )
-def test_decode_over_any_ragged_shape(backend, batch_size, num_kv_heads, group, q_len, head_dim, data):
-    """Segments of any lengths, empty ones among them, any group and any number of queries."""
+def test_decode_over_any_ragged_shape(backend, batch_size, num_kv_heads, group, q_len, head_dim, bits, tail_len, data):
+    """Segments of any lengths, any group and number of queries, any storage, with a tail under any mask."""
     segments = batch_size * num_kv_heads
-    lengths = data.draw(
-        st.lists(st.sampled_from([0, 0, 1, 2, 5, 127, 128, 129, 200]), min_size=segments, max_size=segments)
-    )
-    key, value = (randn(sum(lengths), head_dim, seed=seed) for seed in (1, 2))
-    check_decode(backend, randn(batch_size, num_kv_heads * group, q_len, head_dim), key, value, bounds(lengths))
+    sizes = st.sampled_from([0, 0, 1, 2, 5, 127, 128, 129])
+    lengths = data.draw(st.lists(sizes, min_size=segments, max_size=segments))
+    dtype = torch.bfloat16 if bits == 16 else torch.float32
+    key, value = (randn(sum(lengths), head_dim, seed=seed, dtype=dtype) for seed in (1, 2))
+    query = randn(batch_size, num_kv_heads * group, q_len, head_dim, dtype=dtype)
+    tail = mask = None
+    if tail_len is not None:
+        tail = tuple(randn(batch_size, num_kv_heads, tail_len, head_dim, seed=seed, dtype=dtype) for seed in (3, 4))
+        full = (batch_size, num_kv_heads * group, q_len, tail_len)
+        shape = tuple(data.draw(st.sampled_from([1, size])) for size in full)
+        seen = torch.rand(shape, generator=torch.Generator().manual_seed(5)) < data.draw(st.sampled_from([0.0, 0.6]))
+        mask = data.draw(st.sampled_from([None, seen]))
+    check_decode(backend, query, *quantized(key, value, lengths, bits), lengths, tail=tail, tail_mask=mask)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_decode_with_values_of_another_size(backend):
     """Keys and values need not have the same head size."""
     key, value = randn(40, 16, seed=1), randn(40, 24, seed=2)
-    check_decode(backend, randn(1, 4, 2, 16), key, value, bounds([15, 25]))
+    tail = randn(1, 2, 3, 16, seed=3), randn(1, 2, 3, 24, seed=4)
+    check_decode(backend, randn(1, 4, 2, 16), key, value, [15, 25], tail=tail)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_decode_with_a_softcap(backend):
-    """Logits are capped before the softmax, as in Gemma."""
+    """Logits are capped before the softmax, as in Gemma, of the context and of the tail."""
     key, value = 3 * randn(40, 16, seed=1), randn(40, 16, seed=2)
-    check_decode(backend, 3 * randn(1, 4, 3, 16), key, value, bounds([15, 25]), softcap=5.0)
+    tail = 3 * randn(1, 2, 3, 16, seed=3), randn(1, 2, 3, 16, seed=4)
+    for bits in (16, 4):
+        packed = quantized(key, value, [15, 25], bits)
+        check_decode(backend, 3 * randn(1, 4, 3, 16), *packed, [15, 25], softcap=5.0, tail=tail)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bit_results_are_nearer_than_attention_computed_in_16_bits(backend, dtype):
+    """The error is below that of softmax(q k) v with every step rounded to the type: no bound set by hand."""
+    lengths = [333, 64]
+    key, value = (randn(397, 64, seed=seed, dtype=dtype) for seed in (1, 2))
+    query = randn(1, 4, 1, 64, dtype=dtype)
+    expected, _ = expected_decode(query, key, value, lengths, 0.125)
+    eager = torch.empty_like(expected)
+    for head in range(4):
+        segment = slice(0, 333) if head < 2 else slice(333, 397)
+        weights = (query[0, head] @ key[segment].T * 0.125).softmax(-1)
+        eager[0, head] = (weights @ value[segment]).double()
+    out, _ = decode_attention(query, key, value, bounds(lengths), softmax_scale=0.125, backend=backend)
+    assert (out.double() - expected).abs().max() < (eager - expected).abs().max() / 10
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -127,6 +200,45 @@ def test_decode_reads_nothing_outside_of_its_segments(backend, dtype):
 
 
 @pytest.mark.parametrize("backend", ["cpu", "torch"])
+@pytest.mark.parametrize("bits", [32, 8, 4])
+def test_decode_uses_no_memory_before_it_is_written(monkeypatch, backend, bits):
+    """With NaN in all fresh memory the result is the same, bit for bit, and every output is written."""
+    lengths = [70, 0, 135, 1]
+    query = randn(2, 6, 2, 64)
+    packed = quantized(randn(206, 64, seed=1), randn(206, 64, seed=2), lengths, bits)
+    tail = tuple(randn(2, 2, 5, 64, seed=seed) for seed in (3, 4))
+    options = dict(softmax_scale=0.125, tail=tail, backend=backend)
+    expected = decode_attention(query, *packed, bounds(lengths), **options)
+
+    def filling(make):
+        def filled(*args, **kwargs):
+            made = make(*args, **kwargs)
+            return made.fill_(torch.nan if made.is_floating_point() else 1)
+
+        return filled
+
+    for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
+        monkeypatch.setattr(owner, name, filling(getattr(owner, name)))
+    out = decode_attention(query, *packed, bounds(lengths), **options)
+    assert torch.equal(out[0], expected[0]) and torch.equal(out[1], expected[1])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("bits", [32, 4])
+def test_the_same_input_gives_the_same_bits(backend, bits):
+    """Results do not depend on which thread was faster, nor on whether bounds come as a tensor or as Segments."""
+    lengths = [900, 40, 2000]
+    packed = quantized(randn(2940, 64, seed=1), randn(2940, 64, seed=2), lengths, bits)
+    query, tail = randn(1, 6, 1, 64), tuple(randn(1, 3, 40, 64, seed=seed) for seed in (3, 4))
+    segments = Segments(bounds(lengths))
+    options = dict(softmax_scale=0.125, tail=tail, backend=backend)
+    first = decode_attention(query, *packed, segments, **options)
+    for again in (segments, segments, bounds(lengths), bounds(lengths).int()):
+        out = decode_attention(query, *packed, again, **options)
+        assert torch.equal(out[0], first[0]) and torch.equal(out[1], first[1])
+
+
+@pytest.mark.parametrize("backend", ["cpu", "torch"])
 def test_a_head_whose_pairs_are_nan_spoils_no_other(backend):
     """Each head reads its own segment: NaN in one of them shows in that head's group alone."""
     key, value = randn(60, 16, seed=1), randn(60, 16, seed=2)
@@ -138,18 +250,37 @@ def test_a_head_whose_pairs_are_nan_spoils_no_other(backend):
 def test_the_cpu_kernel_over_any_number_of_threads(monkeypatch):
     """Work split over threads, through the middle of segments, gives the result of one thread within rounding."""
     key, value, query = randn(9000, 64, seed=1), randn(9000, 64, seed=2), randn(1, 6, 1, 64)
-    cu_seqlens = bounds([4000, 1, 4999])
     for threads in (1, 2, 3, 8):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
-        check_decode("cpu", query, key, value, cu_seqlens)
+        check_decode("cpu", query, key, value, [4000, 1, 4999])
 
 
-def test_the_cpu_kernel_needs_no_contiguous_input():
-    """Queries, keys and values that are views of a larger tensor are read as what they show."""
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_decode_needs_no_contiguous_input(backend):
+    """Queries, keys, values, tail and mask that are views of a larger tensor are read as what they show."""
     both = randn(200, 2, 32, seed=1)
     query = randn(1, 2, 4, 32).transpose(1, 2)
-    assert not both[:, 0].is_contiguous() and not query.is_contiguous()
-    check_decode("cpu", query, both[:, 0], both[:, 1], bounds([80, 120]))
+    tail = tuple(part[:, :, 3:8] for part in randn(2, 1, 2, 20, 32, seed=2))
+    mask = randn(1, 5, 2, 4, seed=3).permute(0, 3, 2, 1) > -1
+    assert not any(part.is_contiguous() for part in (both[:, 0], query, tail[0], mask))
+    check_decode(backend, query, both[:, 0], both[:, 1], [80, 120], tail=tail, tail_mask=mask)
+
+
+def test_decode_refuses_quantised_pairs_of_other_segments():
+    """Keys are quantised in the blocks of their segments: with other ones, or as values, they would be misread."""
+    segments = Segments(bounds([10, 10]))
+    key, value = quantize_keys(randn(20, 8), segments, 8), quantize_values(randn(20, 8), 8)
+    query = torch.zeros(1, 4, 1, 8)
+    with pytest.raises(ValueError, match="packed_key was quantised in 2 segments, cu_seqlens describes 4"):
+        decode_attention(query, key, value, bounds([5] * 4), softmax_scale=1.0)
+    with pytest.raises(ValueError, match="packed_key must be a tensor or QuantizedKeys, got QuantizedValues"):
+        decode_attention(query, value, value, segments, softmax_scale=1.0)
+    with pytest.raises(ValueError, match="packed_value must be a tensor or QuantizedValues, got QuantizedKeys"):
+        decode_attention(query, key, key, segments, softmax_scale=1.0)
+
+
+def tail_of(keys, values=None, dtype=torch.float32):
+    return torch.zeros(keys, dtype=dtype), torch.zeros(values or keys, dtype=dtype)
 
 
 @pytest.mark.parametrize(
@@ -157,10 +288,12 @@ def test_the_cpu_kernel_needs_no_contiguous_input():
     [
         (dict(backend="fast"), "backend must be one of auto.*got 'fast'"),
         (dict(cu_seqlens=bounds([10, 10, 10])), "3 segments, which don't divide 1 rows x 4 heads"),
+        (dict(query=torch.zeros(3, 4, 1, 8)), "2 segments, which don't divide 3 rows x 4 heads"),
+        (dict(query=torch.zeros(0, 4, 1, 8)), "2 segments, which don't divide 0 rows x 4 heads"),
         (dict(cu_seqlens=torch.tensor([0])), r"shape \(num_segments \+ 1,\), got torch.int64 with shape \(1,\)"),
         (dict(cu_seqlens=torch.tensor([0.0, 20.0])), "must be int32 or int64.*got torch.float32"),
-        (dict(query=torch.zeros(3, 4, 1, 8)), "2 segments, which don't divide 3 rows x 4 heads"),
         (dict(cu_seqlens=bounds([10, 11])), r"packed_key \(20\), packed_value \(20\) and cu_seqlens \(21\)"),
+        (dict(cu_seqlens=Segments(bounds([10, 11]))), r"and cu_seqlens \(21\) disagree on the number of pairs"),
         (dict(packed_value=torch.zeros(19, 8)), r"packed_value \(19\)"),
         (dict(packed_key=torch.zeros(20, 9)), "query has head_dim 8, packed_key 9"),
         (
@@ -168,9 +301,19 @@ def test_the_cpu_kernel_needs_no_contiguous_input():
             "backend 'cpu' takes float32, bfloat16, float16, got float32 and float64; use backend='auto' or 'torch'",
         ),
         (dict(backend="triton"), "backend 'triton' runs on CUDA GPUs only, got tensors on cpu"),
+        (dict(backend="flash"), "backend 'flash' runs on CUDA GPUs only, got tensors on cpu"),
         (dict(packed_value=torch.zeros(20, 8).double()), "packed_value torch.float64.*must agree"),
+        (dict(query=torch.zeros(1, 4, 1, 8, device="meta")), "query on meta; they must agree"),
         (dict(cu_seqlens=torch.tensor([0, 25, 20])), r"must start at 0 and never fall, got \[0, 25, 20\]"),
         (dict(cu_seqlens=torch.tensor([5, 10, 20])), "must start at 0"),
+        (dict(tail=tail_of((1, 4, 3, 8))), r"keys have shape \(1, 4, 3, 8\).*expected \(1, 2, 3, 8\)"),
+        (dict(tail=tail_of((1, 2, 3, 8), (1, 2, 4, 8))), r"its values \(1, 2, 4, 8\); expected.*and \(1, 2, 3, 8\)"),
+        (dict(tail=tail_of((1, 2, 3, 8), dtype=torch.float16)), "the tail is torch.float16.*the context torch.float32"),
+        (dict(tail=tail_of((1, 2, 3, 8)), tail_mask=torch.zeros(1, 1, 1, 3)), "must be boolean.*got torch.float32"),
+        (
+            dict(tail=tail_of((1, 2, 3, 8)), tail_mask=torch.ones(1, 3, 1, 3, dtype=torch.bool)),
+            r"broadcastable to \(1, 4, 1, 3\), got torch.bool on cpu with shape \(1, 3, 1, 3\)",
+        ),
     ],
 )
 def test_decode_refuses_what_does_not_fit(change, message):
@@ -255,15 +398,16 @@ def replay_inputs(batch_size=1, num_kv_heads=2, group=3, q_len=11, context_len=5
 def check_replay(inputs, bound=2e-5, **options):
     """Compare outputs and scores, and the scores computed alone, with the specification."""
     arguments = {"softmax_scale": 0.25, **options}
-    out, scores = replay_attention(*inputs, **arguments)
     expected_out, expected_scores = reference.replay_attention(*inputs, **arguments)
-    torch.testing.assert_close(out.double(), expected_out, atol=bound, rtol=1e-4)
-    torch.testing.assert_close(scores.double(), expected_scores, atol=bound, rtol=1e-4)
     query, own_key, _, context_key, _ = inputs
-    del arguments["local"]
-    alone = replay_scores(query, own_key, context_key, **arguments)
-    assert alone.dtype == scores.dtype
-    torch.testing.assert_close(alone.double(), expected_scores, atol=bound, rtol=1e-4)
+    for backend in ("torch", "cpu") if query.dtype != torch.float64 else ("torch", "auto"):
+        out, scores = replay_attention(*inputs, **arguments, backend=backend)
+        torch.testing.assert_close(out.double(), expected_out, atol=bound, rtol=1e-4)
+        torch.testing.assert_close(scores.double(), expected_scores, atol=bound, rtol=1e-4)
+        alone = {name: value for name, value in arguments.items() if name != "local"}
+        scores_alone = replay_scores(query, own_key, context_key, **alone, backend=backend)
+        assert scores_alone.dtype == scores.dtype
+        torch.testing.assert_close(scores_alone.double(), expected_scores, atol=bound, rtol=1e-4)
 
 
 def test_the_specification_of_the_replay_worked_by_hand():
@@ -292,6 +436,7 @@ def test_the_specification_of_the_replay_worked_by_hand():
 def test_replay_equals_its_specification(monkeypatch, local, reduction, softcap, window, block):
     """Outputs and scores, over reductions, soft-cap and windows, in blocks of 16 rows and in one."""
     monkeypatch.setitem(torch_replay._BLOCK_ELEMENTS, "cpu", block)
+    monkeypatch.setattr(cpu_replay, "_BLOCK_ELEMENTS", block)
     inputs = replay_inputs(batch_size=2, q_len=37)
     columns = dict(anchor=4, start=20, end=45)
     check_replay(inputs, **columns, local=local, reduction=reduction, softcap=softcap, window=window)
@@ -364,33 +509,12 @@ def test_replay_refuses_an_unknown_reduction():
         replay_attention(*replay_inputs(), anchor=0, start=0, end=50, local=True, softmax_scale=1.0, reduction="mean")
 
 
-@pytest.mark.parametrize("backend", ["reference", "torch", "cpu", "auto"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("masked", [False, True])
-def test_a_tail_is_attended_with_the_context(backend, dtype, masked):
-    """Context and tail together equal one softmax over both; the tail may be part of a larger buffer, and masked."""
-    generator = torch.Generator().manual_seed(1)
-    lengths, tail_length, heads, group, dim = [0, 5, 63, 200], 9, 2, 3, 64
-    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)
-    key, value = (torch.randn(int(cu_seqlens[-1]), dim, generator=generator).to(dtype) for _ in range(2))
-    buffers = [torch.full((2, heads, 64, dim), float("nan"), dtype=dtype) for _ in range(2)]
-    for buffer in buffers:
-        buffer[:, :, :tail_length] = torch.randn(2, heads, tail_length, dim, generator=generator).to(dtype)
-    tail = tuple(buffer[:, :, :tail_length] for buffer in buffers)
-    query = torch.randn(2, heads * group, 1, dim, generator=generator).to(dtype)
-    visible = torch.ones(2, 1, 1, tail_length, dtype=torch.bool)
-    visible[1, ..., :4] = not masked
-    out, lse = decode_attention(
-        query, key, value, cu_seqlens, softmax_scale=0.125, tail=tail, tail_mask=visible if masked else None,
-        backend=backend,
-    )  # fmt: skip
-    for row in range(2):
-        for head in range(heads * group):
-            kv_head = head // group
-            segment = slice(*cu_seqlens[row * heads + kv_head :][:2].tolist())
-            seen = visible[row, 0, 0]
-            keys = torch.cat([key[segment], tail[0][row, kv_head][seen]]).double()
-            values = torch.cat([value[segment], tail[1][row, kv_head][seen]]).double()
-            logits = keys @ query[row, head, 0].double() * 0.125
-            torch.testing.assert_close(out[row, head, 0].double(), logits.softmax(0) @ values, atol=1e-5, rtol=1e-5)
-            torch.testing.assert_close(lse[row, head, 0].double(), logits.logsumexp(0), atol=1e-5, rtol=1e-5)
+def test_a_backend_without_a_replay_is_refused_for_it():
+    """flash-attn decodes only: asked for a replay, it is an error that names those that can."""
+    inputs = replay_inputs()
+    options = dict(anchor=4, start=20, end=45, softmax_scale=0.25, backend="flash")
+    message = "backend 'flash' only decodes; replay with one of auto, reference, torch, cpu, triton"
+    with pytest.raises(ValueError, match=message):
+        replay_attention(*inputs, local=True, **options)
+    with pytest.raises(ValueError, match=message):
+        replay_scores(inputs[0], inputs[1], inputs[3], **options)

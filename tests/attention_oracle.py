@@ -1,0 +1,82 @@
+"""Attention over a ragged context and its tail, and stored codes as numbers, written out in float64."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+
+from kvzip_press.kernels.quantization import QuantizedKeys, QuantizedValues
+from kvzip_press.kernels.segments import Segments
+
+
+def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Normal numbers that depend on the seed alone."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def bounds(lengths) -> torch.Tensor:
+    """cu_seqlens of segments of these lengths."""
+    return torch.tensor([0, *itertools.accumulate(lengths)])
+
+
+def stored_numbers(packed: torch.Tensor | QuantizedKeys | QuantizedValues, lengths: list[int]) -> torch.Tensor:
+    """What packed keys or values stand for: code by code, as the format is described."""
+    if isinstance(packed, torch.Tensor):
+        return packed.double()
+    half = packed.head_dim // 2
+    numbers = torch.empty(packed.shape, dtype=torch.float64)
+    codes, scale, minimum = packed.codes.tolist(), packed.scale.tolist(), packed.minimum.tolist()
+    token, block = 0, 0
+    for length in lengths:
+        for within in range(length):
+            for channel in range(packed.head_dim):
+                if packed.bits == 8:
+                    code = codes[token][channel]
+                else:
+                    code = codes[token][channel % half] // (1 if channel < half else 16) % 16
+                if isinstance(packed, QuantizedKeys):
+                    row, column = block + within // 64, channel
+                else:
+                    row, column = token, channel * len(scale[token]) // packed.head_dim
+                numbers[token, channel] = code * scale[row][column] + minimum[row][column]
+            token += 1
+        block += -(-length // 64)
+    return numbers
+
+
+def expected_decode(query, key, value, lengths, softmax_scale, softcap=None, tail=None, tail_mask=None):
+    """Output and log-sum-exp in float64: one softmax for each query row over all keys that it sees."""
+    batch_size, num_heads, q_len, _ = query.shape
+    num_kv_heads = len(lengths) // batch_size
+    cu_seqlens = bounds(lengths)
+    key, value = stored_numbers(key, lengths), stored_numbers(value, lengths)
+    out = torch.zeros(batch_size, num_heads, q_len, value.shape[-1], dtype=torch.float64)
+    lse = torch.full((batch_size, num_heads, q_len), -torch.inf, dtype=torch.float64)
+    for row, head, step in itertools.product(range(batch_size), range(num_heads), range(q_len)):
+        kv_head = head * num_kv_heads // num_heads
+        segment = slice(*cu_seqlens[row * num_kv_heads + kv_head :][:2].tolist())
+        keys, values = key[segment], value[segment]
+        if tail is not None:
+            tail_len = tail[0].shape[2]
+            seen = torch.ones(tail_len, dtype=torch.bool)
+            if tail_mask is not None:
+                seen = tail_mask.expand(batch_size, num_heads, q_len, tail_len)[row, head, step]
+            keys = torch.cat([keys, tail[0][row, kv_head][seen].double()])
+            values = torch.cat([values, tail[1][row, kv_head][seen].double()])
+        if len(keys) == 0:
+            continue
+        logits = keys @ query[row, head, step].double() * softmax_scale
+        logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+        out[row, head, step] = logits.softmax(0) @ values
+        lse[row, head, step] = logits.logsumexp(0)
+    return out, lse
+
+
+def quantized(key, value, lengths, bits):
+    """Both in ``bits`` bits; as they are for 16 and more."""
+    from kvzip_press.kernels.quantization import quantize_keys, quantize_values
+
+    if bits >= 16:
+        return key, value
+    return quantize_keys(key, Segments(bounds(lengths)), bits), quantize_values(value, bits)
