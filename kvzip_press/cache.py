@@ -8,6 +8,8 @@ import torch
 
 from .attention import RoutedTensor, install_routing
 from .kernels.api import decode_attention
+from .kernels.quantization import PackedKeys, PackedValues
+from .kernels.segments import Segments
 from .logical import GrowingStates, LogicalLayer, plain_empty
 
 
@@ -20,10 +22,10 @@ class RaggedLayer(LogicalLayer):
 
     Parameters
     ----------
-    packed_keys, packed_values : torch.Tensor
+    packed_keys, packed_values : torch.Tensor, or QuantizedKeys and QuantizedValues
         Kept pairs, shape (total, head_dim), in the order of (row, KV head, position).
-    cu_seqlens : torch.Tensor
-        Bounds of the segments on the CPU, shape (batch_size * num_kv_heads + 1,), int64.
+    segments : Segments
+        Where each of the batch_size * num_kv_heads (row, KV head) lies in them.
     batch_size : int
         Rows.
     context_length : int
@@ -40,9 +42,9 @@ class RaggedLayer(LogicalLayer):
 
     def __init__(
         self,
-        packed_keys: torch.Tensor,
-        packed_values: torch.Tensor,
-        cu_seqlens: torch.Tensor,
+        packed_keys: PackedKeys,
+        packed_values: PackedValues,
+        segments: Segments,
         *,
         batch_size: int,
         context_length: int,
@@ -55,9 +57,9 @@ class RaggedLayer(LogicalLayer):
         install_routing()
         self.packed_keys = packed_keys
         self.packed_values = packed_values
-        self.cu_seqlens = cu_seqlens
+        self.segments = segments
         self.batch_size = batch_size
-        self.num_kv_heads = (len(cu_seqlens) - 1) // batch_size
+        self.num_kv_heads = len(segments) // batch_size
         self.context_length = context_length
         self.prefix_pairs = prefix_pairs
         self.context_pairs = context_pairs
@@ -68,8 +70,9 @@ class RaggedLayer(LogicalLayer):
         self.is_initialized = True
         self.dtype, self.device = packed_keys.dtype, packed_keys.device
         self.head_dims = (packed_keys.shape[-1], packed_values.shape[-1])
+        like = torch.empty(0, dtype=self.dtype, device=self.device)
         self._tail = GrowingStates(
-            *(plain_empty((batch_size, self.num_kv_heads, 0, dim), packed_keys) for dim in self.head_dims)
+            *(plain_empty((batch_size, self.num_kv_heads, 0, dim), like) for dim in self.head_dims)
         )
 
     def __repr__(self) -> str:
@@ -79,9 +82,14 @@ class RaggedLayer(LogicalLayer):
         )
 
     @property
+    def cu_seqlens(self) -> torch.Tensor:
+        """Bounds of the segments, shape (batch_size * num_kv_heads + 1,), int64, on the CPU."""
+        return self.segments.cu_seqlens
+
+    @property
     def head_lengths(self) -> torch.Tensor:
         """Kept pairs of each head, shape (batch_size, num_kv_heads), int64, on the CPU."""
-        return self.cu_seqlens.diff().view(self.batch_size, self.num_kv_heads)
+        return self.segments.lengths.view(self.batch_size, self.num_kv_heads)
 
     @property
     def kept_pairs(self) -> int:
@@ -91,10 +99,8 @@ class RaggedLayer(LogicalLayer):
     @property
     def nbytes(self) -> int:
         """Bytes of the storages held: packed context, its bookkeeping and the allocated tail."""
-        tensors = [self.packed_keys, self.packed_values, self.cu_seqlens]
-        if self.positions is not None:
-            tensors.append(self.positions)
-        return self._tail.nbytes + sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+        held = [self.packed_keys, self.packed_values, self.cu_seqlens, self.positions]
+        return self._tail.nbytes + sum(_nbytes(part) for part in held if part is not None)
 
     @property
     def tail_length(self) -> int:
@@ -140,17 +146,18 @@ class RaggedLayer(LogicalLayer):
     ) -> torch.Tensor:
         """Attention over the kept context and the tail ``key``, ``value``, merged by log-sum-exp."""
         mask = _tail_mask(attention_mask, query, key.shape[2], self.window)
-        options: dict[str, Any] = {"softmax_scale": softmax_scale, "softcap": softcap, "backend": self.backend}
         if self.window is not None:
-            return self._windowed_attention(query, (key, value), mask, options).to(query.dtype)
+            return self._windowed_attention(query, (key, value), mask, softmax_scale, softcap).to(query.dtype)
         out, _ = decode_attention(
             query,
             self.packed_keys,
             self.packed_values,
-            self.cu_seqlens,
+            self.segments,
+            softmax_scale=softmax_scale,
+            softcap=softcap,
             tail=(key, value),
             tail_mask=mask,
-            **options,
+            backend=self.backend,
         )
         return out.to(query.dtype)
 
@@ -159,10 +166,15 @@ class RaggedLayer(LogicalLayer):
         query: torch.Tensor,
         tail: tuple[torch.Tensor, torch.Tensor],
         mask: torch.Tensor | None,
-        options: dict[str, Any],
+        softmax_scale: float,
+        softcap: float | None,
     ) -> torch.Tensor:
         # Each query of a sliding layer sees a different suffix of every segment
         assert self.positions is not None and self.window is not None
+        keys, values = (
+            packed if isinstance(packed, torch.Tensor) else packed.dequantize(self.segments).to(self.dtype)
+            for packed in (self.packed_keys, self.packed_values)
+        )
         first_query = self.get_seq_length() - query.shape[2]
         parts = []
         for row in range(query.shape[2]):
@@ -172,34 +184,38 @@ class RaggedLayer(LogicalLayer):
             counts = torch.cat([visible.new_zeros(1, dtype=torch.int64), visible.cumsum(0)]).cpu()
             out, _ = decode_attention(
                 query[:, :, rows],
-                self.packed_keys[visible],
-                self.packed_values[visible],
+                keys[visible],
+                values[visible],
                 counts[self.cu_seqlens],
+                softmax_scale=softmax_scale,
+                softcap=softcap,
                 tail=tail,
                 tail_mask=row_mask,
-                **options,
+                backend=self.backend,
             )
             parts.append(out)
         return torch.cat(parts, dim=2)
 
     def _select_rows(self, rows: list[int]) -> None:
-        heads, bounds = self.num_kv_heads, self.cu_seqlens.tolist()
-        spans = [slice(bounds[row * heads], bounds[(row + 1) * heads]) for row in rows]
-        self.packed_keys = torch.cat([self.packed_keys[span] for span in spans])
-        self.packed_values = torch.cat([self.packed_values[span] for span in spans])
-        if self.positions is not None:
-            self.positions = torch.cat([self.positions[span] for span in spans])
-        lengths = self.head_lengths[rows].flatten()
-        self.cu_seqlens = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+        heads = self.num_kv_heads
+        chosen = [row * heads + head for row in rows for head in range(heads)]
+        for name in ("packed_keys", "packed_values", "positions"):
+            packed = getattr(self, name)
+            if isinstance(packed, torch.Tensor):
+                setattr(self, name, self.segments.gather(packed, chosen))
+            elif packed is not None:
+                setattr(self, name, packed.select(self.segments, chosen))
+        self.segments = self.segments.select(chosen)
         self._tail.select_rows(torch.tensor(rows))
         self.prefix_pairs = [self.prefix_pairs[row] for row in rows]
         self.context_pairs = [self.context_pairs[row] for row in rows]
 
     def reset(self) -> None:
         """Forget everything, context included."""
-        self.packed_keys, self.packed_values = self.packed_keys[:0].clone(), self.packed_values[:0].clone()
-        self.positions = None if self.positions is None else self.positions[:0].clone()
-        self.cu_seqlens = torch.zeros_like(self.cu_seqlens)
+        like = torch.empty(0, dtype=self.dtype, device=self.packed_keys.device)
+        self.packed_keys, self.packed_values = (plain_empty((0, dim), like) for dim in self.head_dims)
+        self.positions = None if self.positions is None else plain_empty((0,), self.positions)
+        self.segments = Segments(torch.zeros_like(self.cu_seqlens))
         self.prefix_pairs, self.context_pairs = [0] * self.batch_size, [0] * self.batch_size
         self.context_length = 0
         self._tail.clear()
@@ -207,9 +223,9 @@ class RaggedLayer(LogicalLayer):
     def _move(self, device: torch.device | str) -> None:
         self._tail.to(device)
         for name in ("packed_keys", "packed_values", "positions"):
-            tensor = getattr(self, name)
-            if tensor is not None:
-                setattr(self, name, tensor.to(device, non_blocking=True))
+            packed = getattr(self, name)
+            if packed is not None:
+                setattr(self, name, packed.to(device, non_blocking=True))
 
     def offload(self) -> None:
         """Move the data to the CPU."""
@@ -218,6 +234,10 @@ class RaggedLayer(LogicalLayer):
     def prefetch(self) -> None:
         """Move the data back to the layer's device."""
         self._move(self.device)
+
+
+def _nbytes(packed: PackedKeys | PackedValues) -> int:
+    return packed.untyped_storage().nbytes() if isinstance(packed, torch.Tensor) else packed.nbytes
 
 
 def _tail_mask(

@@ -21,6 +21,7 @@ PROG = "kvzip-press"
 LEVELS = ("pair", "pair-layer", "pair-uniform", "head")
 SCORERS = ("kvzip", "kvzip-plus", "logit", "l2")
 REPLAYS = ("full", "local")
+QUANTIZATIONS = ("int8", "int4")
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -93,6 +94,9 @@ def _add_ask(commands: Any) -> None:
         help="what the replayed tokens attend to: the whole cache, or their own chunk (local)",
     )
     ask.add_argument("--chunk-size", type=_positive, metavar="N", help="tokens of the context replayed at once (512)")
+    ask.add_argument(
+        "--quantization", choices=QUANTIZATIONS, help="store the kept pairs in 8 or 4 bits a number (not quantised)"
+    )
     ask.add_argument("--max-new-tokens", type=_positive, default=48, metavar="N", help="longest answer, in tokens (48)")
     ask.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
     _add_model_options(ask)
@@ -260,6 +264,7 @@ def _compare(arguments: argparse.Namespace, text: str) -> dict[str, Any]:
         "model": arguments.model or "SmolLM2-135M-Instruct",
         "document": str(arguments.document),
         "ratio": arguments.ratio,
+        "quantization": arguments.quantization,
         "dtype": arguments.dtype,
         "device": arguments.device,
         "tokens": compressed.num_tokens,
@@ -271,7 +276,7 @@ def _compare(arguments: argparse.Namespace, text: str) -> dict[str, Any]:
 def _build_press(arguments: argparse.Namespace, tokenizer: Any) -> Any:
     from kvzip_press import HeadScores, KVzipPress
 
-    options = {name: getattr(arguments, name) for name in ("level", "scorer", "replay", "chunk_size")}
+    options = {name: getattr(arguments, name) for name in ("level", "scorer", "replay", "chunk_size", "quantization")}
     options = {name: value for name, value in options.items() if value is not None}
     if arguments.head_scores is not None:
         options["head_scores"] = HeadScores.load(arguments.head_scores)

@@ -98,7 +98,9 @@ class Compressor:
     local: bool
     repeat: str
     n_sink: int
-    backend: str
+    quantization: str | None
+    decode_backend: str
+    replay_backend: str
     progress: bool
 
     def score(self, context: PrefilledContext) -> list[torch.Tensor]:
@@ -131,7 +133,7 @@ class Compressor:
                         self._plan(row),
                         self.scorer,
                         local=self.local,
-                        backend=self.backend,
+                        backend=self.replay_backend,
                         progress=self.progress,
                     )
                 scores.append(done[same])
@@ -203,5 +205,6 @@ class Compressor:
             {layer: list(prefix_pairs) for layer in evicted},
             {layer: list(context_pairs) for layer in evicted},
             windows,
-            self.backend,
+            self.quantization,
+            self.decode_backend,
         )

@@ -9,7 +9,7 @@ import torch
 from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from .measure import cache_nbytes, is_compressed, kept_fraction
-from .models import language_model
+from .models import head_dim, language_model
 from .press import KVzipPress
 from .prompts import chat_affixes
 
@@ -170,8 +170,7 @@ class CompressedContext:
             layer_tokens * config.num_key_value_heads
             for layer_tokens in _plain_layer_lengths(self.model, self.num_tokens)
         )
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        return 2 * pairs * head_dim * self.model.dtype.itemsize
+        return 2 * pairs * head_dim(self.model) * self.model.dtype.itemsize
 
     @property
     def max_length(self) -> int | None:

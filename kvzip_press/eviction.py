@@ -6,9 +6,23 @@ import torch
 from transformers import Cache
 
 from .cache import RaggedLayer
+from .kernels.quantization import PackedKeys, PackedValues, quantize_keys, quantize_values
+from .kernels.segments import Segments
 from .memory import return_free_memory
 from .models import reachable_columns
 from .window import WindowLayer
+
+# Bits of a stored number
+QUANTIZATIONS = {"int8": 8, "int4": 4}
+
+
+def _store(
+    packed_keys: torch.Tensor, packed_values: torch.Tensor, segments: Segments, quantization: str | None
+) -> tuple[PackedKeys, PackedValues]:
+    if quantization is None:
+        return packed_keys, packed_values
+    bits = QUANTIZATIONS[quantization]
+    return quantize_keys(packed_keys, segments, bits), quantize_values(packed_values, bits)
 
 
 def _pack_layer(
@@ -20,18 +34,20 @@ def _pack_layer(
     prefix_pairs: list[int],
     context_pairs: list[int],
     window: int | None,
+    quantization: str | None,
     backend: str,
 ) -> RaggedLayer:
     """Copy what ``keep`` (batch_size, num_kv_heads, held) names out of dense keys and values."""
-    lengths = keep.sum(dim=-1).flatten().cpu()
+    segments = Segments.from_lengths(keep.sum(dim=-1).flatten())
+    packed_keys, packed_values = _store(keys[keep], values[keep], segments, quantization)
     positions = None
     if window is not None:
         columns = torch.arange(context_length - keys.shape[2], context_length, dtype=torch.int32, device=keys.device)
         positions = columns.expand_as(keep)[keep]
     return RaggedLayer(
-        keys[keep],
-        values[keep],
-        torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]),
+        packed_keys,
+        packed_values,
+        segments,
         batch_size=keys.shape[0],
         context_length=context_length,
         prefix_pairs=prefix_pairs,
@@ -48,6 +64,7 @@ def evict(
     prefix_pairs: dict[int, list[int]],
     context_pairs: dict[int, list[int]],
     windows: list[int | None],
+    quantization: str | None = None,
     backend: str = "auto",
 ) -> None:
     """
@@ -68,8 +85,15 @@ def evict(
         For each evicted layer and row: pairs kept outside the budget, and pairs that were subject to it.
     windows : list[int | None]
         Sliding window of each layer.
+    quantization : str, optional
+        How the kept pairs of the evicted layers are stored: one of :data:`QUANTIZATIONS`, or as they are.
     backend : str
         Decode backend.
+
+    Raises
+    ------
+    ValueError
+        If a pair that is to be quantised is not finite, or too large for float16 scales.
     """
 
     def replacement(index: int) -> RaggedLayer | WindowLayer:
@@ -87,6 +111,7 @@ def evict(
                 prefix_pairs=prefix_pairs[index],
                 context_pairs=context_pairs[index],
                 window=window,
+                quantization=quantization,
                 backend=backend,
             )
         assert window is not None

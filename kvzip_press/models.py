@@ -68,6 +68,12 @@ def layer_windows(model: PreTrainedModel) -> list[int | None]:
     return [window if layer_type == "sliding_attention" else None for layer_type in layer_types]
 
 
+def head_dim(model: PreTrainedModel) -> int:
+    """Channels of a key."""
+    config = language_model(model).config
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
 def reachable_columns(held: int, window: int | None) -> int:
     """How many of a layer's ``held`` last context columns some later token can still see."""
     return held if window is None else min(held, window - 1)

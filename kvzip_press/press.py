@@ -14,9 +14,11 @@ from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
 from .attention import check_attention_implementation, install_routing
 from .compressor import Compressor, PrefilledContext
+from .eviction import QUANTIZATIONS
 from .head_scores import HeadScores
-from .kernels.api import check_backend
-from .models import language_model, layer_windows
+from .kernels.backends import REPLAY_BACKENDS, check_backend, decode_module, replay_module
+from .kernels.quantization import check_bits
+from .models import head_dim, language_model, layer_windows
 from .prompts import PROMPTS, ReplayPrompts, encode_prompts, find_tokenizer
 from .recorder import PrefillRecorder, replaying
 from .replay import REPEATS, REPLAYS
@@ -25,7 +27,7 @@ from .selection import HEAD_LEVEL, LEVELS, Allowance
 
 _DEFAULT_RATIO = 0.3
 _AMOUNTS = ("ratio", "compression_ratio", "budget")
-_OPTIONAL = (*_AMOUNTS, "tokenizer", "head_scores")
+_OPTIONAL = (*_AMOUNTS, "tokenizer", "head_scores", "quantization")
 _MINIMUM = {"budget": 1, "chunk_size": 1, "n_sink": 0}
 _CHOICES: dict[str, Any] = {
     "level": LEVELS,
@@ -33,6 +35,7 @@ _CHOICES: dict[str, Any] = {
     "scorer": SCORERS,
     "repeat": REPEATS,
     "prompts": PROMPTS,
+    "quantization": QUANTIZATIONS,
 }
 _NOT_SHOWN = ("tokenizer", "head_scores", "progress")
 
@@ -96,8 +99,12 @@ class KVzipPress(BasePress):
         budget.
     head_scores : HeadScores, optional
         For ``level="head"``.
+    quantization : str, optional
+        Store the kept pairs in 8 (``"int8"``) or 4 bits (``"int4"``) a number, keys by channel and values by token (as
+        in KIVI, arXiv 2402.02750); tokens after the context stay in the model's type. Not quantised by default.
     backend : str
-        Kernel backend: ``"auto"``, or one of :data:`kvzip_press.kernels.api.BACKENDS`, which then runs or raises.
+        Kernels: ``"auto"``, or one of :data:`kvzip_press.kernels.api.BACKENDS`, which then runs or raises. ``"flash"``
+        (flash-attn) has a kernel for decoding alone: the replay then takes what ``"auto"`` takes.
     progress : bool
         Show a progress bar of the replay.
 
@@ -125,6 +132,7 @@ class KVzipPress(BasePress):
     tokenizer: PreTrainedTokenizerBase | None = None
     n_sink: int = 4
     head_scores: HeadScores | None = None
+    quantization: str | None = None
     backend: str = "auto"
     progress: bool = False
 
@@ -215,6 +223,21 @@ class KVzipPress(BasePress):
             raise ValueError("level='head' needs head_scores=HeadScores.from_text(...) or HeadScores.load(path)")
         return self.head_scores
 
+    @property
+    def _replay_backend(self) -> str:
+        return self.backend if self.backend in REPLAY_BACKENDS else "auto"
+
+    def _check_kernels(self, model: PreTrainedModel) -> None:
+        size = head_dim(model)
+        if self.quantization is not None:
+            check_bits(QUANTIZATIONS[self.quantization], size)
+        # Weights that are loaded piece by piece say nothing of where attention will run
+        if self.backend == "auto" or model.device.type == "meta":
+            return
+        decode_module(self.backend, model.device, model.dtype, model.dtype, size, self.quantization is not None)
+        if self.level != HEAD_LEVEL:
+            replay_module(self._replay_backend, model.device, model.dtype, size)
+
     def allowance(self) -> Allowance:
         """How much of a context stays."""
         return Allowance(self.ratio, self.budget)
@@ -226,11 +249,15 @@ class KVzipPress(BasePress):
         Raises
         ------
         ValueError
-            If the model's attention can't be routed, its head scores have another shape, or no tokenizer is found.
+            If the model's attention can't be routed, its head scores have another shape, no tokenizer is found, or the
+            named backend can't run it.
+        ImportError
+            If what the named backend needs is not installed.
         """
         install_routing()
         check_attention_implementation(language_model(model).config._attn_implementation)
         layer_windows(model)  # refuses layers that attend in chunks
+        self._check_kernels(model)
         if self.level == HEAD_LEVEL:
             self._check_head_scores().check_model(model)
         prompts = PROMPTS[self.prompts] if isinstance(self.prompts, str) else self.prompts
@@ -245,7 +272,9 @@ class KVzipPress(BasePress):
             local=self.replay == "local",
             repeat=self.repeat,
             n_sink=self.n_sink,
-            backend=self.backend,
+            quantization=self.quantization,
+            decode_backend=self.backend,
+            replay_backend=self._replay_backend,
             progress=self.progress,
         )
 

@@ -14,6 +14,7 @@ from transformers.cache_utils import QuantizedLayer
 
 from kvzip_press import KVzipPress, cache_nbytes, is_compressed, kept_fraction
 from kvzip_press import cache as cache_module
+from kvzip_press import press as press_module
 from kvzip_press.cache import RaggedLayer
 from kvzip_press.logical import LogicalStates
 from kvzip_press.models import language_model
@@ -378,5 +379,19 @@ def test_a_named_backend_runs(model, backend):
 
 def test_a_named_backend_that_can_not_run_raises(model):
     """backend='cpu' in float64 raises with the remedy instead of running another one."""
-    with pytest.raises(ValueError, match="backend 'cpu' takes float32, bfloat16, float16, got float64; use backend"):
-        prefill(model.double(), IDS, KVzipPress(tokenizer=make_press().tokenizer, backend="cpu"))
+    with counted_calls(model.model.layers[0].mlp) as forwards:
+        with pytest.raises(ValueError, match="backend 'cpu' takes float32, bfloat16, float16, got float64; use"):
+            prefill(model.double(), IDS, KVzipPress(tokenizer=make_press().tokenizer, backend="cpu"))
+    assert forwards == []
+
+
+def test_flash_attn_decodes_while_auto_replays(monkeypatch, model):
+    """backend='flash' names the decode kernel alone; on this device it is refused before any work."""
+    press = make_press(backend="flash")
+    with pytest.raises(ValueError, match="backend 'flash' runs on CUDA GPUs only"):
+        prefill(model, IDS, press)
+    checked = []
+    monkeypatch.setattr(press_module, "decode_module", lambda *arguments: checked.append(arguments))
+    compressor = press.compressor(model)
+    assert checked == [("flash", torch.device("cpu"), torch.float32, torch.float32, 8, False)]
+    assert (compressor.decode_backend, compressor.replay_backend) == ("flash", "auto")

@@ -93,7 +93,8 @@ def test_json(run, document):
     assert status == 0
     report = json.loads(out)
     assert set(report) == {
-        "version", "model", "document", "ratio", "dtype", "device", "tokens", "full", "compressed", "answers",
+        "version", "model", "document", "ratio", "quantization", "dtype", "device", "tokens", "full", "compressed",
+        "answers",
     }  # fmt: skip
     assert report["tokens"] == len(TEXT.strip()) + 1
     for name in ("full", "compressed"):
@@ -131,6 +132,23 @@ def test_options_reach_the_press(run, document, options):
     status, out, err = run("ask", document, "-q", "What is it?", "--max-new-tokens", 2, "--json", *options)
     assert status == 0, err
     assert json.loads(out)["compressed"]["kept_fraction"] < 0.6
+
+
+def test_quantised_bytes_are_reported(run, document):
+    compressed = {}
+    for quantization in (None, "int8", "int4"):
+        options = [] if quantization is None else ["--quantization", quantization]
+        status, out, err = run("ask", document, "-q", "What is it?", "--max-new-tokens", 2, "--json", *options)
+        assert status == 0, err
+        report = json.loads(out)
+        assert report["quantization"] == quantization
+        compressed[quantization] = report["compressed"]["bytes"]
+    assert compressed["int4"] < compressed["int8"] < 0.6 * compressed[None]
+
+
+def test_an_unknown_quantisation(run, document):
+    outcome = run("ask", document, "-q", "What?", "--quantization", "int3")
+    assert_one_line_error(outcome, "argument --quantization: invalid choice: 'int3'")
 
 
 def test_head_scores_are_made_and_used(run, document, tmp_path):
