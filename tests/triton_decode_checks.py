@@ -1,0 +1,290 @@
+"""
+Results of the Triton decode kernels, in Triton's interpreter.
+
+Run by ``test_triton_decode.py`` in a process of its own, with ``TRITON_INTERPRET=1``.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kvzip_press.kernels import triton_decode
+from kvzip_press.kernels.quantization import QuantizedKeys, QuantizedValues, quantize_keys, quantize_values
+from kvzip_press.kernels.segments import Segments
+from kvzip_press.kernels.triton_config import INTERPRETED, DecodeConfig, decode_config
+
+assert INTERPRETED
+
+SHAPES = {
+    "empty head": [0, 70],
+    "length one": [1, 64],
+    "63 and 111": [63, 111],
+    "no multiple of a block": [129, 200],
+    "uneven": [5, 500],
+    "all kept": [128, 128],
+    "batch of three": [3, 0, 129, 64, 1, 80],
+}
+BITS = {"int8": 8, "int4": 4}
+KINDS = ["float32", "float16", "bfloat16", *BITS]
+
+
+@pytest.fixture(autouse=True)
+def fresh_memory_is_nan(monkeypatch):
+    """Whatever a kernel leaves unwritten, or reads before it is written, shows."""
+    empty = torch.empty
+
+    def poisoned(*args, **kwargs):
+        tensor = empty(*args, **kwargs)
+        return tensor.fill_(torch.nan) if tensor.is_floating_point() else tensor
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+
+
+def randn(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def surrounded(tensor: torch.Tensor, dim: int = 0) -> torch.Tensor:
+    """The same numbers as a view of a larger tensor that holds NaN, or 255, elsewhere."""
+    shape = list(tensor.shape)
+    shape[dim] += 5
+    fill = torch.nan if tensor.is_floating_point() else 255
+    return torch.full(shape, fill, dtype=tensor.dtype).narrow(dim, 2, tensor.shape[dim]).copy_(tensor)
+
+
+def quantized(key, value, segments, key_bits, value_bits) -> tuple[QuantizedKeys, QuantizedValues]:
+    both = quantize_keys(key, segments, key_bits), quantize_values(value, value_bits)
+    parts = ("codes", "scale", "minimum")
+    return tuple(replace(codes, **{part: surrounded(getattr(codes, part)) for part in parts}) for codes in both)
+
+
+def attention(query, key, value, visible, scale, softcap, dtype):
+    """Attention of one head, written out: the oracle in float64, what is usual in 16 bits."""
+    logits = (query.to(dtype) @ key.to(dtype).T) * scale
+    if softcap is not None:
+        logits = torch.tanh(logits / softcap) * softcap
+    logits = logits.to(torch.promote_types(dtype, torch.float32)).masked_fill(~visible, -torch.inf)
+    weights = logits.softmax(dim=-1).nan_to_num()  # a row that sees no key
+    return weights.to(dtype) @ value.to(dtype), logits.logsumexp(dim=-1)
+
+
+def by_head(query, key, value, segments, tail, tail_mask, scale, softcap, dtype):
+    """Outputs and log-sum-exp of every head, one at a time, in float64."""
+    batch_size, num_heads, q_len, _ = query.shape
+    num_kv_heads = len(segments) // batch_size
+    outs, lses = [], []
+    for row, head in itertools.product(range(batch_size), range(num_heads)):
+        kv_head = head // (num_heads // num_kv_heads)
+        first, last = segments.bounds[row * num_kv_heads + kv_head :][:2]
+        keys, values = key[first:last], value[first:last]
+        visible = torch.ones(q_len, last - first, dtype=torch.bool)
+        if tail is not None:
+            keys, values = (torch.cat([a, b[row, kv_head]]) for a, b in zip((keys, values), tail, strict=True))
+            tail_len = tail[0].shape[2]
+            in_tail = torch.ones(q_len, tail_len, dtype=torch.bool)
+            if tail_mask is not None:
+                in_tail = tail_mask.expand(batch_size, num_heads, q_len, tail_len)[row, head]
+            visible = torch.cat([visible, in_tail], dim=1)
+        out, lse = attention(query[row, head], keys, values, visible, scale, softcap, dtype)
+        outs.append(out.double())
+        lses.append(lse.double())
+    shape = (batch_size, num_heads, q_len)
+    return torch.stack(outs).view(*shape, -1), torch.stack(lses).view(shape)
+
+
+def check(
+    kind: str,
+    lengths: list[int],
+    *,
+    batch_size: int = 1,
+    group: int = 3,
+    q_len: int = 1,
+    head_dim: int = 64,
+    value_dim: int | None = None,
+    softcap: float | None = None,
+    tail_len: int | None = None,
+    mask: torch.Tensor | None = None,
+    query_dtype: torch.dtype | None = None,
+    value_bits: int | None = None,
+    key_size: torch.Tensor | float = 1.0,
+    value_size: float = 1.0,
+    config: DecodeConfig | None = None,
+    twice: bool = False,
+) -> torch.Tensor:
+    """
+    Compare with the oracle.
+
+    An error in 16 bits may be twice that of attention written out in the same type; in 8 and 4 bits, where products are
+    of 16 bits whatever the query, twice that in bfloat16, from the same dequantised numbers.
+    """
+    value_dim = value_dim or head_dim
+    segments = Segments(torch.tensor([0, *itertools.accumulate(lengths)]))
+    num_kv_heads = len(lengths) // batch_size
+    dtype = torch.bfloat16 if kind in BITS else getattr(torch, kind)
+    key = surrounded((randn(sum(lengths), head_dim, seed=1) * key_size).to(dtype))
+    value = surrounded((randn(sum(lengths), value_dim, seed=2) * value_size).to(dtype))
+    # Not contiguous, as a model's projection leaves them
+    query = randn(batch_size, q_len, num_kv_heads * group, head_dim, seed=3, dtype=query_dtype or dtype).transpose(1, 2)
+    tail = None
+    if tail_len is not None:
+        sizes = ((head_dim, 4), (value_dim, 5))
+        tail = tuple(
+            surrounded(randn(batch_size, num_kv_heads, tail_len, size, seed=seed, dtype=dtype), dim=2)
+            for size, seed in sizes
+        )
+    packed = (key, value)
+    if kind in BITS:
+        packed = quantized(key, value, segments, BITS[kind], value_bits or BITS[kind])
+        key, value = packed[0].dequantize(segments), packed[1].dequantize()
+    scale = head_dim**-0.5
+    call = {"softmax_scale": scale, "softcap": softcap, "tail": tail, "tail_mask": mask, "config": config}
+    out, lse = triton_decode.decode_attention(query, *packed, segments, **call)
+    if twice:
+        again, lse_again = triton_decode.decode_attention(query, *packed, segments, **call)
+        assert torch.equal(out, again) and torch.equal(lse, lse_again)
+    assert out.dtype == lse.dtype == torch.float32
+
+    case = (query, key, value, segments, tail, mask, scale, softcap)
+    expected, expected_lse = by_head(*case, torch.float64)
+    assert out.shape == expected.shape and lse.shape == expected_lse.shape
+    seen = expected_lse > -torch.inf
+    assert (lse[~seen] == -torch.inf).all() and (out[~seen] == 0).all()
+    bound = lse_bound = 3e-6
+    if dtype != torch.float32:
+        usual, usual_lse = by_head(*case, dtype)
+        bound += 2 * float((usual - expected).abs().max())
+        lse_bound += 2 * float((usual_lse - expected_lse)[seen].abs().max()) if seen.any() else 0.0
+    torch.testing.assert_close(out.double(), expected, atol=bound, rtol=0)
+    torch.testing.assert_close(lse[seen].double(), expected_lse[seen], atol=lse_bound, rtol=0)
+    return out
+
+
+def causal(q_len: int, tail_len: int) -> torch.Tensor:
+    """Queries are the last tokens of the tail."""
+    return torch.ones(q_len, tail_len, dtype=torch.bool).tril_(tail_len - q_len)[None, None]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", SHAPES)
+def test_ragged_shapes(name, kind):
+    check(kind, SHAPES[name], batch_size=3 if name == "batch of three" else 1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("group", [1, 3, 4])
+@pytest.mark.parametrize("q_len", [1, 5])
+def test_groups_and_questions_before_a_causal_tail(kind, group, q_len):
+    lengths = [0, 1, 150, 64] if q_len == 1 else [66, 5]
+    check(kind, lengths, batch_size=2, group=group, q_len=q_len, tail_len=q_len + 9, mask=causal(q_len, q_len + 9))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_long_question_takes_several_row_tiles(kind):
+    config = None if kind in BITS else DecodeConfig(block_m=16, block_n=32, num_warps=4, num_stages=1, blocks_per_sm=2)
+    check(kind, [65], group=2, q_len=70, tail_len=70, mask=causal(70, 70), head_dim=32, config=config)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_tail_that_all_queries_see(kind):
+    """It shares the launch of unquantised pairs. The same input gives the same bits again."""
+    check(kind, [270, 0], q_len=2, tail_len=33, twice=True)
+
+
+@pytest.mark.parametrize("kind", ["float32", "int8"])
+def test_a_long_tail_is_split(kind):
+    check(kind, [10, 0], group=2, tail_len=600, head_dim=16)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "head_dim, value_dim", [(16, 16), (32, 64), (80, 80), (96, 96), (128, 128), (256, 256), (128, 64)]
+)
+def test_head_sizes(kind, head_dim, value_dim):
+    check(kind, [67], head_dim=head_dim, value_dim=value_dim, tail_len=3)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_softcap(kind):
+    check(kind, [70, 5], softcap=2.0, tail_len=4, mask=causal(1, 4))
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int4"])
+@pytest.mark.parametrize("tail_len", [None, 0, 1, 40])
+def test_no_context(kind, tail_len):
+    """No pair was kept, and there may be no tail either: out 0 and log-sum-exp -inf."""
+    check(kind, [0, 0], tail_len=tail_len)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1, 37), (2, 1, 1, 37), (2, 6, 1, 37), (1, 1, 5, 37), (2, 6, 5, 37)])
+@pytest.mark.parametrize("kind", ["float32", "int8"])
+def test_masks_of_any_shape(kind, shape):
+    """A query may see nothing of the tail, and then nothing at all where its head is empty."""
+    mask = torch.rand(shape, generator=torch.Generator().manual_seed(0)) < 0.3
+    mask[..., -1, :] &= mask.shape[2] == 1
+    check(kind, [0, 40, 5, 0], batch_size=2, q_len=5, tail_len=37, mask=mask)
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "int8", "int4"])
+def test_queries_of_another_type(kind):
+    check(kind, [70, 3], query_dtype=torch.float32, tail_len=5)
+
+
+@pytest.mark.parametrize("kind, value_bits", [("int8", 4), ("int4", 8)])
+def test_keys_and_values_of_different_bits(kind, value_bits):
+    check(kind, [70, 3], head_dim=128, value_bits=value_bits)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_channels_of_very_different_size(kind):
+    """Keys have channels far larger than the rest, and the values of some heads are tiny."""
+    key_size = torch.ones(64)
+    key_size[[3, 40]] = torch.tensor([30.0, 0.001])
+    out = check(kind, [100, 64], key_size=key_size, value_size=1e-4)
+    assert out.abs().max() < 1e-3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_many_items_of_a_segment(kind, monkeypatch):
+    """More partial results than the usual form of the combination takes at a time."""
+    monkeypatch.setattr(triton_decode, "_MIN_ITEM", 64)
+    config = decode_config("16-bit" if kind in ("float16", "bfloat16") else kind, 64, 1, 90)
+    check(kind, [1100, 3], group=1, head_dim=32, config=replace(config, blocks_per_sm=30))
+
+
+def test_queries_and_pairs_of_any_stride():
+    """A layout that the kernels don't read is copied, not misread."""
+    segments = Segments(torch.tensor([0, 20]))
+    key, value = (randn(16, 20, seed=seed).T for seed in (1, 2))
+    query = randn(1, 2, 16, 1, seed=3).transpose(2, 3)
+    out, lse = triton_decode.decode_attention(query, key, value, segments, softmax_scale=0.25)
+    expected, expected_lse = by_head(query, key, value, segments, None, None, 0.25, None, torch.float64)
+    torch.testing.assert_close(out.double(), expected, atol=3e-6, rtol=0)
+    torch.testing.assert_close(lse.double(), expected_lse, atol=3e-6, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "message, changed",
+    [
+        ("takes float32, bfloat16 and float16, got torch.float64; use backend='torch'", {"dtype": torch.float64}),
+        ("head sizes up to 256, got 260", {"head_dim": 260}),
+        ("8 bits need a head_dim divisible by 2, got 17", {"head_dim": 17, "bits": 8}),
+        ("4 bits need a head_dim divisible by 4, got 18", {"head_dim": 18, "bits": 4}),
+        ("odd number of groups", {"head_dim": 192, "bits": 8}),
+        ("both quantised or neither", {"bits": (8, None)}),
+    ],
+)
+def test_what_the_kernels_do_not_take(message, changed):
+    segments = Segments(torch.tensor([0, 3]))
+    head_dim, dtype = changed.get("head_dim", 64), changed.get("dtype", torch.float32)
+    bits = changed.get("bits")
+    key_bits, value_bits = bits if isinstance(bits, tuple) else (bits, bits)
+    key, value = torch.zeros(2, 3, head_dim, dtype=dtype)
+    key = key if key_bits is None else quantize_keys(key, segments, key_bits)
+    value = value if value_bits is None else quantize_values(value, value_bits)
+    query = torch.zeros(1, 1, 1, head_dim, dtype=dtype)
+    with pytest.raises(ValueError, match=message):
+        triton_decode.decode_attention(query, key, value, segments, softmax_scale=1.0)
