@@ -78,14 +78,14 @@ def decode_attention(
         If what the named backend needs is not installed.
     """
     segments = cu_seqlens if isinstance(cu_seqlens, Segments) else Segments(cu_seqlens)
-    head_dim, dtype, device = query.shape[-1], packed_key.dtype, query.device
+    head_dim, value_dim, dtype, device = query.shape[-1], packed_value.shape[-1], packed_key.dtype, query.device
     _check_packed(query.shape, device, packed_key, packed_value, segments)
     if tail is not None:
-        _check_tail(query.shape, device, dtype, packed_value.shape[-1], len(segments), tail)
+        _check_tail(query.shape, device, dtype, value_dim, len(segments), tail)
         if tail_mask is not None:
             _check_tail_mask(query.shape, device, tail[0].shape[2], tail_mask)
     quantized = isinstance(packed_key, QuantizedKeys) or isinstance(packed_value, QuantizedValues)
-    module = decode_module(backend, device, query.dtype, dtype, head_dim, quantized)
+    module = decode_module(backend, device, query.dtype, dtype, max(head_dim, value_dim), quantized)
     out, lse = module.decode_attention(
         query,
         packed_key,

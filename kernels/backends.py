@@ -6,11 +6,14 @@ import importlib
 import importlib.util
 import logging
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from types import ModuleType
 
 import torch
+
+from .quantization import VALUE_GROUP
 
 logger = logging.getLogger(__name__)
 
@@ -39,8 +42,10 @@ class Backend:
         Lowest compute capability.
     quantized : bool
         Whether quantised pairs are read.
+    quantized_dims : callable, optional
+        Which head sizes quantised pairs may have; any by default.
     max_head_dim : int, optional
-        Largest head size.
+        Largest head size, of keys and of values.
     package, extra : str, optional
         What must be installed, and the extra of kvzip-press that installs it.
     """
@@ -51,6 +56,7 @@ class Backend:
     device: str | None = None
     capability: tuple[int, int] | None = None
     quantized: bool = True
+    quantized_dims: Callable[[int], bool] | None = None
     max_head_dim: int | None = None
     package: str | None = None
     extra: str | None = None
@@ -67,6 +73,8 @@ class Backend:
             return f"takes {names}, got {' and '.join(_name(dtype) for dtype in dict.fromkeys(dtypes))}"
         if quantized and not self.quantized:
             return "reads no quantised keys and values"
+        if quantized and self.quantized_dims is not None and not self.quantized_dims(head_dim):
+            return f"reads no quantised keys and values of head_dim {head_dim}"
         if self.max_head_dim is not None and head_dim > self.max_head_dim:
             return f"takes a head_dim of at most {self.max_head_dim}, got {head_dim}"
         if self.capability is not None and device.type == "cuda":
@@ -93,13 +101,18 @@ def _version(capability: tuple[int, int]) -> str:
     return ".".join(map(str, capability))
 
 
+def _in_whole_words(head_dim: int) -> bool:
+    """Whether both halves of a row of 4-bit codes are whole 16-bit words and whole value groups."""
+    return head_dim % 4 == 0 and (head_dim % VALUE_GROUP != 0 or head_dim // VALUE_GROUP in (1, 2, 4))
+
+
 REGISTRY = {
     "reference": Backend("reference", "reference", _ALL),
     "torch": Backend("torch_decode", "torch_replay", _ALL),
     "cpu": Backend("cpu_decode", "cpu_replay", device="cpu"),
     "triton": Backend(
-        "triton_decode", "triton_replay", device="cuda", capability=(8, 0), max_head_dim=256, package="triton",
-        extra="gpu",
+        "triton_decode", "triton_replay", device="cuda", capability=(8, 0), quantized_dims=_in_whole_words,
+        max_head_dim=256, package="triton", extra="gpu",
     ),
     "flash": Backend(
         "flash_decode", None, _HALVES, device="cuda", capability=(8, 0), quantized=False, max_head_dim=256,

@@ -116,6 +116,20 @@ def test_auto_on_a_gpu(gpu, capability, packages, dtype, head_dim, expected, qua
     assert backends._choose(GPU, (dtype, dtype), head_dim, quantized) == expected
 
 
+@pytest.mark.parametrize(
+    ("head_dim", "expected"),
+    [(64, "triton"), (80, "triton"), (96, "triton"), (128, "triton"), (256, "triton"), (192, "torch"), (66, "torch")],
+)
+def test_auto_takes_torch_for_quantised_heads_that_triton_can_not_read(gpu, head_dim, expected):
+    """Quantised rows of no whole words or an odd number of value groups are read by torch; plain ones by Triton."""
+    gpu((9, 0))
+    assert backends._choose(GPU, (torch.float16,), head_dim, True) == expected
+    assert backends._choose(GPU, (torch.float16,), head_dim, False) == "triton"
+    if expected == "torch":
+        with pytest.raises(ValueError, match=f"'triton' reads no quantised keys and values of head_dim {head_dim}"):
+            decode_module("triton", GPU, torch.float16, torch.float16, head_dim, True)
+
+
 def test_auto_takes_torch_on_other_devices(gpu, monkeypatch):
     """Devices without kernels of their own run in torch; so does ROCm, whose devices are named cuda."""
     gpu((9, 0))
