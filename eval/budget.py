@@ -1,5 +1,7 @@
 """Equal numbers of kept KV pairs for presses that count their budget in different ways."""
 
+from collections.abc import Sequence
+
 import kvpress
 import torch
 from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
@@ -77,7 +79,10 @@ def fit_budget(
         Layers, and KV heads of each.
     """
     kept = kept_target(context_length, protected_length, num_layers * num_heads, ratio)
-    if isinstance(press, kvpress.KVzipPress):
+    if isinstance(press, kvpress.PyramidKVPress):
+        # Its layers' budgets are rounded one by one around the mean
+        press.compression_ratio = 1 - kept / (num_layers * num_heads * context_length)
+    elif isinstance(press, kvpress.KVzipPress):
         layers = num_layers if press.layerwise else 1
         n = num_layers * num_heads * context_length // layers
         press.compression_ratio = ratio_removing(n - round(kept / layers), n)
@@ -110,8 +115,8 @@ def set_masked_indices(model: PreTrainedModel, masks: list[tuple[torch.Tensor, .
         setattr(module, MASK, mask)
 
 
-def kept_pairs(model: PreTrainedModel, cache: Cache) -> int:
-    """Count the pairs of a cache that attention can see, over all layers and KV heads.
+def kept_pairs(model: PreTrainedModel, cache: Cache, layers: Sequence[int] | None = None) -> int:
+    """Count the pairs of a cache that attention can see, over all KV heads.
 
     Parameters
     ----------
@@ -119,6 +124,8 @@ def kept_pairs(model: PreTrainedModel, cache: Cache) -> int:
         The model, in the state the press left it.
     cache : Cache
         The compressed cache, before or between questions.
+    layers : sequence of int, optional
+        Layers that count; all by default.
 
     Returns
     -------
@@ -126,7 +133,9 @@ def kept_pairs(model: PreTrainedModel, cache: Cache) -> int:
         Visible pairs, the prefix included.
     """
     kept = 0
-    for layer, mask in zip(cache.layers, masked_indices(model), strict=True):
+    masks = masked_indices(model)
+    for index in range(len(cache.layers)) if layers is None else layers:
+        layer, mask = cache.layers[index], masks[index]
         if hasattr(layer, "head_lengths"):
             kept += int(layer.head_lengths.sum())
         else:

@@ -4,6 +4,7 @@ import random
 
 import pytest
 import torch
+from eval_harness import save_tiny_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -45,6 +46,19 @@ def tiny(model_dir):
     from kvzip_press.pretrained import load_model
 
     return load_model(str(model_dir))
+
+
+@pytest.fixture(scope="session")
+def toy_dir(tmp_path_factory):
+    return save_tiny_model(tmp_path_factory.mktemp("toy"))
+
+
+@pytest.fixture
+def toy(toy_dir):
+    """A model that every press runs on, and its tokenizer."""
+    from kvzip_press.pretrained import load_model
+
+    return load_model(str(toy_dir))
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,10 @@
+from contextlib import nullcontext
+
 import kvpress
 import pytest
 import torch
 
+from kvzip_press import HeadScores
 from kvzip_press.eval.budget import (
     fit_budget,
     kept_pairs,
@@ -12,11 +15,13 @@ from kvzip_press.eval.budget import (
     ratio_removing,
 )
 from kvzip_press.eval.fidelity import prefill
-from kvzip_press.eval.presses import PRESSES, make_press, variants
+from kvzip_press.eval.presses import PRESSES, check_press, make_press, press_parameters, variants
+from kvzip_press.eval.sweep import eager_attention
 
 LAYERS, HEADS, LENGTH = 3, 2, 120
-BASELINES = [name for name in PRESSES if name != "full" and not name.startswith("kvzip")]
-OURS = [name for name in PRESSES if name.startswith("kvzip")]
+# duo-attention downloads its patterns
+BASELINES = [name for name in PRESSES if name not in ("full", "duo-attention") and not name.startswith("kvzip")]
+OURS = [name for name in PRESSES if name.startswith("kvzip") and name != "kvzip-head"]
 
 
 @pytest.fixture
@@ -56,7 +61,8 @@ def test_baselines_keep_as_many_pairs_as_ours(tiny, context, name, ratio):
     protected = protected_length(tokenizer)
     press = make_press(name, ratio, tokenizer)
     fit_budget(press, ratio, LENGTH, protected, LAYERS, HEADS)
-    kept = kept_pairs(model, prefill(model, context, press))
+    with eager_attention(model) if PRESSES[name].eager else nullcontext():
+        kept = kept_pairs(model, prefill(model, context, press))
     target = kept_target(LENGTH, protected, LAYERS * HEADS, ratio)
     if name == "kvpress-kvzip-layerwise":
         assert abs(kept - target) <= LAYERS / 2
@@ -72,7 +78,7 @@ def test_ours_keep_the_target(tiny, context, name, ratio):
     model, tokenizer = tiny
     kept = kept_pairs(model, prefill(model, context, make_press(name, ratio, tokenizer)))
     target = kept_target(LENGTH, protected_length(tokenizer), LAYERS * HEADS, ratio)
-    units = {"kvzip-pair-layer": LAYERS, "kvzip-pair-uniform": LAYERS * HEADS}.get(name, 0)
+    units = {"layer": LAYERS, "uniform": LAYERS * HEADS}.get(name.split("-")[-1], 0)
     assert abs(kept - target) <= units / 2
 
 
@@ -85,9 +91,69 @@ def test_full_compresses_nothing(tiny, context):
 def test_unknown_names_list_near_ones(tiny):
     with pytest.raises(ValueError, match="unknown press 'snapkw': did you mean snapkv"):
         make_press("snapkw", 0.3, tiny[1])
+    with pytest.raises(ValueError, match="kvzip-pair-layer"):
+        make_press("kvzip-pairlayer", 0.3, tiny[1])
     with pytest.raises(ValueError, match=r"ratio must be in \(0, 1\], got 1.5"):
         make_press("snapkv", 1.5, tiny[1])
 
 
 def test_full_has_no_ratios():
     assert variants(["full", "knorm", "full"], [0.3, 0.5]) == [("full", 1.0), ("knorm", 0.3), ("knorm", 0.5)]
+
+
+def test_whole_heads_need_head_scores(tiny, context):
+    model, tokenizer = tiny
+    with pytest.raises(ValueError, match="give --head-scores FILE"):
+        make_press("kvzip-head", 0.5, tokenizer)
+    press = make_press("kvzip-head", 0.5, tokenizer, head_scores=HeadScores(torch.rand(LAYERS, HEADS)))
+    protected = protected_length(tokenizer)
+    kept = kept_pairs(model, prefill(model, context, press))
+    assert kept == kept_target(LENGTH, protected, LAYERS * HEADS, 0.5)
+
+
+def test_ours_are_offered_at_every_level_and_scorer():
+    assert {"kvzip", "kvzip-l2", "kvzip-logit", "kvzip-plus", "kvzip-head", "kvzip-int8", "kvzip-int4"} <= set(PRESSES)
+    for scorer in ("kvzip", "kvzip-l2", "kvzip-logit", "kvzip-plus"):
+        assert {scorer, f"{scorer}-pair-layer", f"{scorer}-pair-uniform"} <= set(PRESSES)
+    press = make_press("kvzip-l2-pair-layer", 0.4, None)
+    assert (press.scorer, press.level, press.ratio) == ("l2", "pair-layer", 0.4)
+
+
+def test_snapkv_has_the_papers_window():
+    for name in ("snapkv", "pyramidkv"):
+        press = make_press(name, 0.3, None)
+        assert (press.window_size, press.kernel_size) == (32, 7)
+    inner = make_press("adakv-snapkv", 0.3, None).press
+    assert (inner.window_size, inner.kernel_size) == (32, 7)
+
+
+def test_parameters_tell_presses_apart_and_not_their_ratios():
+    described = {name: press_parameters(make_press(name, 0.3, None)) for name in [*BASELINES, *OURS]}
+    for name, parameters in described.items():
+        assert press_parameters(make_press(name, 0.7, None)) == parameters
+    same = {"kvzip", "kvzip-local-512"}
+    different = [described[name] for name in described if name not in same]
+    assert all(a != b for i, a in enumerate(different) for b in different[:i])
+    assert described["adakv-snapkv"]["press"]["window_size"] == 32
+    heads = [HeadScores(torch.full((LAYERS, HEADS), value)) for value in (0.1, 0.1, 0.2)]
+    one, two, other = (press_parameters(make_press("kvzip-head", 0.5, None, head_scores=scores)) for scores in heads)
+    assert one == two != other
+
+
+def test_presses_that_cant_run_are_refused_with_the_reason(tiny):
+    model, tokenizer = tiny
+    with pytest.raises(ValueError, match="duo-attention has no pattern for the model"):
+        check_press(make_press("duo-attention", 0.5, tokenizer), model)
+    with eager_attention(model), pytest.raises(ValueError, match="eager"):
+        check_press(make_press("kvzip", 0.5, tokenizer), model)
+    check_press(make_press("kvzip", 0.5, tokenizer), model)
+    check_press(make_press("snapkv", 0.5, tokenizer), model)
+
+
+def test_duo_attention_keeps_whole_heads(tiny, context, monkeypatch):
+    """With patterns at hand instead of the download."""
+    model, tokenizer = tiny
+    pattern = (4, 8, torch.rand(LAYERS, HEADS).numpy())
+    monkeypatch.setattr(kvpress.DuoAttentionPress, "load_attention_pattern", staticmethod(lambda model: pattern))
+    kept = kept_pairs(model, prefill(model, context, make_press("duo-attention", 0.5, tokenizer)))
+    assert kept == 3 * LENGTH + 3 * 12

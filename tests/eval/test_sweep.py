@@ -1,0 +1,228 @@
+from collections import Counter
+
+import kvpress
+import pytest
+import torch
+from harness import all_equal, packed_states
+from tiny_models import build_model, build_tokenizer
+from transformers import DynamicCache
+
+from kvzip_press import HeadScores, ReplayPrompts
+from kvzip_press.compressor import Compressor
+from kvzip_press.eval.answer import greedy_answer
+from kvzip_press.eval.budget import kept_target
+from kvzip_press.eval.chat import Chat
+from kvzip_press.eval.memory import cache_nbytes
+from kvzip_press.eval.presses import PRESSES, make_press
+from kvzip_press.eval.sweep import ContextSweep, Effort, eager_attention, plain_nbytes
+from kvzip_press.eval.tasks.base import Question, Task
+
+TEXT = "river stone bright under walking seldom paper engine cloud answer winter matter open green " * 8
+QUESTION = Question("Which word?", ("river",), "include", 4)
+LAYERS, HEADS = 3, 2
+
+
+@pytest.fixture
+def context(toy):
+    return Chat(toy[1], "kvpress", Task.instruction).open(TEXT)
+
+
+def answer(model, context, cache):
+    return greedy_answer(model, cache, context.question_ids(QUESTION), context.num_tokens, 4)
+
+
+@torch.no_grad()
+def compressed_alone(model, context, press):
+    cache = DynamicCache()
+    with press(model):
+        model.model(input_ids=context.ids, past_key_values=cache)
+    return cache
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Forward passes of the decoder over a whole context, and calls of the scorer."""
+    counted = Counter()
+    score, forward = Compressor.score, ContextSweep._prefill
+    monkeypatch.setattr(Compressor, "score", lambda *a: counted.update(replays=1) or score(*a))
+    monkeypatch.setattr(ContextSweep, "_prefill", lambda *a: counted.update(prefills=1) or forward(*a))
+    return counted
+
+
+def test_one_prefill_and_one_replay_serve_all_ratios_and_levels(toy, context, calls):
+    model, _ = toy
+    names = ["kvzip", "kvzip-pair-layer", "kvzip-pair-uniform", "kvzip-int8"]
+    variants = [("full", 1.0)] + [(name, ratio / 10) for name in names for ratio in range(1, 11)]
+    effort = Effort()
+    for variant, _ in ContextSweep(model, context, effort).caches(variants):
+        assert variant in variants
+    assert calls == {"prefills": 1, "replays": 1}
+    # At 1.0 nothing needs a score
+    assert effort == Effort(prefills=1, replays=1, prefills_alone=41, replays_alone=36)
+    assert "1 prefills and 1 replays" in str(effort)
+
+
+def test_scorers_and_replays_of_another_kind_take_their_own_replay(toy, context):
+    effort = Effort()
+    variants = [(name, 0.3) for name in ("kvzip", "kvzip-l2", "kvzip-l2-pair-layer", "kvzip-full-256", "kvzip-int4")]
+    assert len(list(ContextSweep(toy[0], context, effort).caches(variants))) == 5
+    assert (effort.prefills, effort.replays) == (1, 3)
+
+
+@pytest.mark.parametrize("style", ["paper", "kvpress"])
+@pytest.mark.parametrize("name", ["kvzip", "kvzip-pair-layer", "kvzip-l2", "kvzip-head", "kvzip-plus-pair-uniform"])
+def test_a_swept_cache_is_the_one_the_press_makes_alone(toy, name, style):
+    model, tokenizer = toy
+    context = Chat(tokenizer, style, Task.instruction).open(TEXT)
+    heads = HeadScores(torch.rand(LAYERS, HEADS))
+    variants = [(name, 0.3), (name, 0.6), (name, 1.0)]
+    for variant, swept in ContextSweep(model, context, Effort(), head_scores=heads).caches(variants):
+        press = make_press(*variant, tokenizer, head_scores=heads)
+        if style == "paper":
+            press.prompts = ReplayPrompts(prefix_length=context.prefix_length)
+        alone = compressed_alone(model, context, press)
+        assert all_equal(packed_states(swept.cache), packed_states(alone))
+        assert answer(model, context, swept.cache) == answer(model, context, alone)
+        n = LAYERS * HEADS * (context.num_tokens - max(4, context.prefix_length))
+        assert swept.total_pairs == n
+        if name in ("kvzip", "kvzip-l2"):
+            assert swept.kept_pairs == round(variant[1] * n)
+
+
+def test_the_full_cache_is_untouched_by_what_is_evicted_from_its_copies(toy, context):
+    model, _ = toy
+    swept = ContextSweep(model, context, Effort())
+    full = swept.full()
+    before = [(layer.keys.clone(), layer.values.clone()) for layer in full.layers]
+    alone = answer(model, context, full)
+    for variant, kept in swept.caches([("kvzip", 0.2), ("full", 1.0), ("kvzip-l2", 0.2)]):
+        given = answer(model, context, kept.cache)
+        assert all(
+            torch.equal(layer.keys, keys) and torch.equal(layer.values, values)
+            for layer, (keys, values) in zip(full.layers, before, strict=True)
+        )
+        assert variant[0] != "full" or given == alone
+
+
+def test_memory_stays_at_the_full_cache_and_one_compressed_one(toy, context):
+    """Even if the caller holds on to what it was given."""
+    model, _ = toy
+    run = ContextSweep(model, context, Effort())
+    full = run.full()
+    held = []
+    for (_, ratio), swept in run.caches([("kvzip", 0.5), ("kvzip", 0.2), ("kvzip-pair-layer", 0.4), ("knorm", 0.5)]):
+        held.append(swept.cache)
+        alive = cache_nbytes(full, *held)
+        expected = swept.nbytes if len(held) == 4 else plain_nbytes(model, context.num_tokens) + swept.nbytes
+        assert alive == expected
+        assert swept.nbytes < (ratio + 0.4) * plain_nbytes(model, context.num_tokens)
+
+
+@pytest.mark.peer
+@pytest.mark.parametrize("name", ["snapkv", "adakv-snapkv", "kvpress-kvzip", "knorm"])
+def test_baselines_answer_as_in_kvpress_pipeline(toy, name):
+    model, tokenizer = toy
+    pipe = kvpress.KVPressTextGenerationPipeline(model=model, tokenizer=tokenizer)
+    context = Chat(tokenizer, "kvpress", Task.instruction).open(TEXT)
+    questions = [Question(text, (), "include", 6) for text in ("\nWhich word is first?", "\nAnd last?")]
+    run = ContextSweep(model, context, Effort(), budget="plain")
+    for (_, ratio), swept in run.caches([(name, 0.4), (name, 0.7)]):
+        press = make_press(name, ratio, tokenizer)
+        theirs = pipe(TEXT, questions=[q.text for q in questions], press=press, max_new_tokens=6)["answers"]
+        for _ in range(2):  # the first round leaves the cache as it was
+            ours = [
+                greedy_answer(model, swept.cache, context.question_ids(q), context.num_tokens, 6, stop_at_first=False)
+                for q in questions
+            ]
+            assert [tokenizer.decode(ids, skip_special_tokens=True) for ids in ours] == theirs
+            # kvpress's masks live on the model: the pipeline has put its own there, which are the same
+    assert [getattr(layer.self_attn, "masked_key_indices", None) for layer in model.model.layers] == [None] * 3
+
+
+@pytest.mark.peer
+def test_pyramidkv_layers_of_uneven_length_are_masked_as_if_fed_token_by_token(toy):
+    model, tokenizer = toy
+    context = Chat(tokenizer, "kvpress", Task.instruction).open(TEXT)
+    ids = context.question_ids(QUESTION)
+    for _, swept in ContextSweep(model, context, Effort()).caches([("pyramidkv", 0.6)]):
+        cache = swept.cache
+        lengths = [cache.get_seq_length(index) for index in range(LAYERS)]
+        assert len(set(lengths)) == LAYERS
+        at_once = greedy_answer(model, cache, ids, context.num_tokens, 1)
+        assert [cache.get_seq_length(index) for index in range(LAYERS)] == lengths
+        for position, token in enumerate(ids[0], start=context.num_tokens):
+            with torch.no_grad():
+                logits = model(
+                    input_ids=token.view(1, 1), past_key_values=cache, position_ids=torch.tensor([[position]])
+                ).logits
+        assert at_once == [int(logits[0, -1].argmax())]
+
+
+def test_equal_budgets_keep_as_many_pairs_plain_ones_what_the_press_makes_of_the_fraction(toy, context):
+    model, _ = toy
+    n = context.num_tokens
+    protected = max(4, context.prefix_length)
+    kept = {}
+    for budget in ("equal", "plain"):
+        (_, swept), *_ = ContextSweep(model, context, Effort(), budget=budget).caches([("knorm", 0.5)])
+        kept[budget] = swept.kept_pairs + LAYERS * HEADS * protected
+    assert kept["plain"] == LAYERS * HEADS * int(n * 0.5)
+    assert abs(kept["equal"] - kept_target(n, protected, LAYERS * HEADS, 0.5)) <= LAYERS * HEADS / 2
+    assert kept["equal"] > kept["plain"]
+    with pytest.raises(ValueError, match="budget must be one of equal, plain, got 'fair'"):
+        ContextSweep(model, context, Effort(), budget="fair")
+
+
+def test_presses_that_look_at_attention_weights_run_eagerly_and_leave_the_model_as_it_was(toy, context):
+    model, _ = toy
+    seen = {}
+    for variant, _ in ContextSweep(model, context, Effort()).caches([("kvzip", 0.5), ("observed-attention", 0.5)]):
+        seen[variant[0]] = model.config._attn_implementation
+    assert seen == {"kvzip": "sdpa", "observed-attention": "eager"}
+    assert model.config._attn_implementation == "sdpa"
+    with pytest.raises(KeyError), eager_attention(model):
+        raise KeyError
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_what_a_cell_would_have_taken_alone_is_in_its_seconds(toy, context):
+    run = ContextSweep(toy[0], context, Effort())
+    seconds = {variant: swept.seconds for variant, swept in run.caches([("full", 1.0), ("kvzip", 0.3), ("kvzip", 0.5)])}
+    assert seconds["kvzip", 0.3]["score"] == seconds["kvzip", 0.5]["score"] > 0
+    assert len({part["prefill"] for part in seconds.values()}) == 1
+    assert seconds["full", 1.0]["score"] == seconds["full", 1.0]["evict"] == 0
+
+
+def test_unknown_presses_are_refused_before_any_work(toy, context):
+    effort = Effort()
+    with pytest.raises(ValueError, match="unknown press 'kvzp'"):
+        next(ContextSweep(toy[0], context, effort).caches([("full", 1.0), ("kvzp", 0.5)]))
+    assert effort == Effort()
+
+
+def test_hybrid_models_count_their_global_layers():
+    model, tokenizer = build_model("gemma3"), build_tokenizer()
+    context = Chat(tokenizer, "kvpress", Task.instruction).open(TEXT)
+    full = ContextSweep(model, context, Effort())
+    shapes = sum(layer.keys.numel() + layer.values.numel() for layer in full.full().layers)
+    assert plain_nbytes(model, context.num_tokens) == 4 * shapes
+    for (_, ratio), swept in full.caches([("full", 1.0), ("kvzip", 0.25)]):
+        first = answer(model, context, swept.cache)
+        assert answer(model, context, swept.cache) == first
+        assert swept.total_pairs == 2 * 2 * (context.num_tokens - context.prefix_length)
+        assert swept.kept_pairs == round(ratio * swept.total_pairs)
+
+
+@pytest.mark.peer
+@pytest.mark.parametrize("name", [name for name in PRESSES if name != "duo-attention"])
+def test_every_press_runs_and_answers(toy, context, name):
+    model, _ = toy
+    heads = HeadScores(torch.rand(LAYERS, HEADS))
+    ratio = 1.0 if name == "full" else 0.4
+    ((variant, swept),) = [
+        (variant, (swept, answer(model, context, swept.cache)))
+        for variant, swept in ContextSweep(model, context, Effort(), head_scores=heads).caches([(name, ratio)])
+    ]
+    assert variant == (name, ratio)
+    assert len(swept[1]) == 4
+    assert swept[0].kept_pairs / swept[0].total_pairs == pytest.approx(ratio, abs=0.1 if name == "kvzip-head" else 0.01)

@@ -1,0 +1,93 @@
+"""What tests of the evaluation share: a tiny model in a folder, and a task of their own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+from kvzip_press.eval.tasks.base import Question, Request, Sample, Task
+
+TEMPLATE = (
+    "<s>{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+WORDS = "river stone bright under walking seldom paper engine cloud answer winter matter open green".split()
+
+
+def save_tiny_model(folder: Path, template: str | None = TEMPLATE, seed: int = 0, window: int = 1024) -> Path:
+    """
+    A random model of 3 layers with 4 query and 2 KV heads, and a tokenizer of bytes and a few words.
+
+    Its query bias lets kvpress find keys that no query attends to, as it does in real models.
+    """
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = [f"Ġ{word}" for word in WORDS]
+    vocabulary = {token: i for i, token in enumerate(["<s>", "</s>", *alphabet])}
+    merges = []
+    for word in words:
+        for end in range(2, len(word) + 1):
+            if word[:end] not in vocabulary:
+                vocabulary[word[:end]] = len(vocabulary)
+                merges.append((word[: end - 1], word[end - 1]))
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder)
+
+    torch.manual_seed(seed)
+    config = Qwen2Config(
+        vocab_size=len(vocabulary),
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=window,
+        bos_token_id=0,
+        eos_token_id=1,
+        rope_theta=1e8,
+        tie_word_embeddings=False,
+    )
+    model = Qwen2ForCausalLM(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "q_proj.bias" in name:
+                parameter.fill_(2.0)
+            elif "q_proj" in name or "k_proj" in name:
+                parameter.mul_(4)
+    model.save_pretrained(folder)
+    return folder
+
+
+def words(number: int, seed: int) -> str:
+    """A text of that many words."""
+    generator = torch.Generator().manual_seed(seed)
+    return " ".join(WORDS[int(i)] for i in torch.randint(len(WORDS), (number,), generator=generator))
+
+
+class ToyTask(Task):
+    """Contexts of words, with two questions each."""
+
+    name = "toy"
+    family = "toys"
+
+    def __init__(self, name: str = "toy", *, context_words: int = 60, metric: str = "include") -> None:
+        self.name = name
+        self.context_words = context_words
+        self.metric = metric
+
+    def load(self, request: Request) -> list[Sample]:
+        """Three samples."""
+        return [self._sample(index, request.seed) for index in range(3)][: request.limit]
+
+    def _sample(self, index: int, seed: int) -> Sample:
+        questions = tuple(
+            Question(f"Which word is {n}?", (WORDS[n],), self.metric, max_new_tokens=4, answer_prefix="It is")
+            for n in (index, index + 5)
+        )
+        return Sample(f"{index}", words(self.context_words, 100 * seed + index), questions)
