@@ -9,7 +9,7 @@ the prefill, so each of their ratios takes a prefill.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import copy
 from dataclasses import asdict, dataclass, fields, replace
@@ -32,6 +32,8 @@ from kvzip_press.selection import HEAD_LEVEL
 # How much presses keep: as many pairs as kvzip-press would, or what they make of the plain fraction themselves
 BUDGETS = ("equal", "plain")
 Variant = tuple[str, float]
+# How presses of kvpress say that they can't do a context
+PRESS_ERRORS = (AssertionError, NotImplementedError, ValueError)
 
 
 @dataclass
@@ -59,6 +61,10 @@ class Effort:
         return asdict(self)
 
 
+class PressFailure(Exception):
+    """A press of kvpress can't compress this context, or not be asked of it."""
+
+
 @dataclass(frozen=True)
 class SweptCache:
     """
@@ -68,6 +74,8 @@ class SweptCache:
     ----------
     cache : Cache
         Valid until the next one is asked for.
+    theirs : bool
+        Made by a press of kvpress.
     kept_pairs, total_pairs : int
         Pairs behind the protected first tokens that attention can see, and all of them, in the layers subject to
         eviction. Presses that evict protected tokens have those subtracted.
@@ -83,6 +91,21 @@ class SweptCache:
     total_pairs: int
     nbytes: int
     seconds: dict[str, float]
+    theirs: bool = False
+
+    @contextmanager
+    def asking(self) -> Iterator[None]:
+        """Turn errors of a kvpress press that show when its cache is used into :class:`PressFailure`."""
+        with _failing() if self.theirs else nullcontext():
+            yield
+
+
+@contextmanager
+def _failing() -> Iterator[None]:
+    try:
+        yield
+    except PRESS_ERRORS as error:
+        raise PressFailure(f"{type(error).__name__}: {error}") from error
 
 
 class ContextSweep:
@@ -136,9 +159,11 @@ class ContextSweep:
             self._prefill_seconds = self._now() - start
         return self._full
 
-    def caches(self, variants: list[Variant]) -> Iterator[tuple[Variant, SweptCache]]:
+    def caches(self, variants: Sequence[Variant]) -> Iterator[tuple[Variant, SweptCache | PressFailure]]:
         """
-        Yield each variant with its cache: the full cache and kvzip-press's presses first.
+        Yield each variant with its cache, or with the reason why a press of kvpress could not make it.
+
+        The full cache and kvzip-press's presses come first.
 
         The copy of a compressed cache is dropped when the next is asked for, the full cache after the last press of
         kvzip-press.
@@ -194,7 +219,9 @@ class ContextSweep:
             # Whoever still holds it must not keep its memory
             copied.layers.clear()
 
-    def _their_cache(self, variant: Variant, press: kvpress.BasePress | None) -> Iterator[tuple[Variant, SweptCache]]:
+    def _their_cache(
+        self, variant: Variant, press: kvpress.BasePress | None
+    ) -> Iterator[tuple[Variant, SweptCache | PressFailure]]:
         config = self._decoder.config
         if self.budget == "equal":
             heads = config.num_key_value_heads
@@ -204,9 +231,12 @@ class ContextSweep:
             # kvpress's pipeline gives its presses a cache without a configuration
             cache: Cache = DynamicCache()
             try:
-                self._prefill(self.model.model, cache, press)
+                with _failing():
+                    self._prefill(self.model.model, cache, press)
                 seconds = {"prefill": self._now() - start, "score": 0.0, "evict": 0.0}
-                yield variant, self._swept(cache, seconds, press)
+                yield variant, replace(self._swept(cache, seconds, press), theirs=True)
+            except PressFailure as failure:
+                yield variant, failure
             finally:
                 cache.layers.clear()
                 set_masked_indices(self.model, [None] * config.num_hidden_layers)

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
+from kvzip_press.eval.engine_local import LocalEngine
+from kvzip_press.eval.identity import Identifier, RunIdentity
+from kvzip_press.eval.results import SampleLog
+from kvzip_press.eval.runner import Grid, Outcome, run_grid
 from kvzip_press.eval.tasks.base import Question, Request, Sample, Task
 
 TEMPLATE = (
@@ -91,3 +96,27 @@ class ToyTask(Task):
             for n in (index, index + 5)
         )
         return Sample(f"{index}", words(self.context_words, 100 * seed + index), questions)
+
+
+class EvaluationRun:
+    """Runs grids of toy tasks into a folder, as `kvzip-eval run` does."""
+
+    def __init__(self, loaded: tuple[Any, Any], folder: Path, **options: Any) -> None:
+        self.model, self.tokenizer = loaded
+        self.folder = folder
+        self.scorer = options.pop("scorer", "paper")
+        self.budget = options.pop("budget", "equal")
+        self.window = options.pop("window", None)
+        self.head_scores = options.pop("head_scores", None)
+        assert not options
+
+    def __call__(self, *tasks: Task, **grid: Any) -> Outcome:
+        run = RunIdentity.of(self.model, "toy-model", backend="auto", budget=self.budget, scorer=self.scorer)
+        self.engine = LocalEngine(
+            self.model, self.tokenizer, run, head_scores=self.head_scores, window=self.window, commit="abc"
+        )
+        identifier = Identifier(run, self.tokenizer, self.head_scores)
+        parameters = {"presses": ("full", "kvzip"), "ratios": (0.3, 0.6), **grid}
+        self.log = SampleLog(self.folder)
+        wanted = [(task, True) for task in tasks or (ToyTask(),)]
+        return run_grid(wanted, Grid(**parameters), self.log, identifier, lambda: self.engine, progress=False)

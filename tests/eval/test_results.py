@@ -1,0 +1,137 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from kvzip_press.eval.results import SampleLog, note_run, read_records, read_run, sha256, write_atomically
+
+WRITER = """
+import sys
+from kvzip_press.eval.results import SampleLog
+log = SampleLog(sys.argv[1])
+number = 0
+while True:
+    log.add({"key": f"{sys.argv[2]}-{number}", "text": "ü" * 20000})
+    number += 1
+    print(number, flush=True)
+"""
+
+
+def test_records_are_found_again(tmp_path):
+    log = SampleLog(tmp_path / "new")
+    log.add({"key": "a", "score": 1.0})
+    log.add({"key": "b", "text": "line\nbreak \u2028 ü"})
+    again = SampleLog(tmp_path / "new")
+    assert len(again) == 2 and "a" in again and "c" not in again
+    assert again.get("b") == {"key": "b", "text": "line\nbreak \u2028 ü"}
+    assert again.records() == log.records() == read_records(tmp_path / "new")
+
+
+def test_the_last_record_of_a_key_counts_and_earlier_ones_stay_in_the_file(tmp_path):
+    log = SampleLog(tmp_path)
+    for score in (1, 2):
+        log.add({"key": "a", "score": score})
+    assert read_records(tmp_path) == [{"key": "a", "score": 2}]
+    assert len((tmp_path / "samples.jsonl").read_text().splitlines()) == 2
+
+
+@pytest.mark.parametrize("torn", [b'{"key": "b", "sco', b'{"key": "b"}', b"\xc3", b"{"])
+def test_a_torn_last_line_is_left_out_and_written_over(tmp_path, torn):
+    SampleLog(tmp_path).add({"key": "a"})
+    with (tmp_path / "samples.jsonl").open("ab") as file:
+        file.write(torn)
+    assert [record["key"] for record in read_records(tmp_path)] == ["a"]
+    log = SampleLog(tmp_path)
+    log.add({"key": "b", "score": 1})
+    assert read_records(tmp_path) == [{"key": "a"}, {"key": "b", "score": 1}]
+
+
+def test_a_file_that_is_one_torn_line_is_started_anew(tmp_path):
+    (tmp_path / "samples.jsonl").write_bytes(b'{"key": ')
+    log = SampleLog(tmp_path)
+    assert len(log) == 0
+    log.add({"key": "a"})
+    assert (tmp_path / "samples.jsonl").read_text() == '{"key": "a"}\n'
+
+
+def test_damage_elsewhere_is_named(tmp_path):
+    (tmp_path / "samples.jsonl").write_text('{"key": "a"}\n{"ke\n{"key": "b"}\n')
+    with pytest.raises(ValueError, match="line 2 is not a record: delete that line"):
+        SampleLog(tmp_path)
+    with pytest.raises(FileNotFoundError, match="kvzip-eval run -o"):
+        read_records(tmp_path / "elsewhere")
+
+
+def start_writer(folder, name):
+    command = [sys.executable, "-c", WRITER, str(folder), name]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+def test_nothing_that_was_added_is_lost_when_the_process_is_killed(tmp_path):
+    writer = start_writer(tmp_path, "a")
+    try:
+        for line in writer.stdout:
+            if int(line) >= 20:
+                break
+    finally:
+        os.kill(writer.pid, signal.SIGKILL)
+        said = [int(line) for line in writer.stdout.read().splitlines()]
+        writer.wait()
+    added = max([20, *said])
+    log = SampleLog(tmp_path)
+    assert added <= len(log) <= added + 1
+    assert [record["key"] for record in log.records()][:added] == [f"a-{i}" for i in range(added)]
+    log.add({"key": "after"})
+    assert len(SampleLog(tmp_path)) == len(log)
+
+
+def test_two_processes_write_to_one_folder(tmp_path):
+    writers = [start_writer(tmp_path, name) for name in "ab"]
+    try:
+        for writer in writers:
+            for line in writer.stdout:
+                if int(line) >= 15:
+                    break
+    finally:
+        for writer in writers:
+            os.kill(writer.pid, signal.SIGKILL)
+            writer.stdout.close()
+            writer.wait()
+    keys = {record["key"] for record in read_records(tmp_path)}
+    assert {f"{name}-{i}" for name in "ab" for i in range(15)} <= keys
+    SampleLog(tmp_path).add({"key": "after"})  # no lock is left behind
+
+
+def test_records_are_replaced_all_at_once(tmp_path):
+    log = SampleLog(tmp_path)
+    log.add({"key": "a", "score": 0})
+    log.replace_all({**record, "score": 1} for record in log.records())
+    assert read_records(tmp_path) == log.records() == [{"key": "a", "score": 1}]
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name != ".lock") == ["samples.jsonl"]
+
+
+def test_an_interrupted_replacement_leaves_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "file"
+    write_atomically(path, "old")
+    monkeypatch.setattr(os, "replace", lambda *paths: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        write_atomically(path, "new")
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_folder_remembers_the_latest_run_and_adds_up_what_was_saved(tmp_path):
+    assert read_run(tmp_path) == {}
+    note_run(tmp_path, {"commit": "1"}, {"prefills": 2, "replays": 1})
+    note_run(tmp_path, {"commit": "2"})
+    note_run(tmp_path, {"commit": "3"}, {"prefills": 3, "replays": 0})
+    assert read_run(tmp_path) == {"commit": "3", "saved": {"prefills": 5, "replays": 1}}
+    assert json.loads((tmp_path / "run.json").read_text()) == read_run(tmp_path)
+
+
+def test_hashes_do_not_depend_on_the_order_of_names():
+    assert sha256({"a": 1, "b": [1, 2]}) == sha256({"b": [1, 2], "a": 1}) != sha256({"a": 1, "b": [2, 1]})
+    assert sha256("lone surrogate \ud800")

@@ -1,0 +1,411 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import kvpress
+import pytest
+import torch
+from eval_harness import EvaluationRun, ToyTask, save_tiny_model, words
+
+from kvzip_press import HeadScores, KVzipPress
+from kvzip_press.eval.fidelity import measure_press
+from kvzip_press.eval.identity import Identifier, RunIdentity, model_identity
+from kvzip_press.eval.results import read_records
+from kvzip_press.eval.runner import Grid, make_units
+from kvzip_press.eval.sweep import Effort
+from kvzip_press.eval.tasks.base import Question, Request, Sample
+from kvzip_press.pretrained import load_model
+
+TESTS = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture
+def run(toy, tmp_path):
+    return EvaluationRun(toy, tmp_path / "results")
+
+
+class OneQuestion(ToyTask):
+    """Contexts with one question each."""
+
+    def load(self, request):
+        return [Sample(s.id, s.context, s.questions[:1]) for s in super().load(request)]
+
+
+def by_cell(records):
+    return {(r["task"], r["sample"], r["press"], r["ratio"], r["protocol"]): r for r in records}
+
+
+def answers(record):
+    return [question["prediction"] for question in record["questions"]]
+
+
+def test_records_hold_what_the_report_reads(run, toy):
+    outcome = run()
+    assert (outcome.measured, outcome.found, len(outcome.records)) == (9, 0, 9)
+    record = by_cell(read_records(run.folder))["toy", "1", "kvzip", 0.3, "agnostic"]
+    sample = ToyTask().load(Request())[1]
+    assert {
+        "model": "toy-model",
+        "dtype": "float32",
+        "attention": "sdpa",
+        "task": "toy",
+        "family": "toys",
+        "task_version": 1,
+        "source": "generated",
+        "imitation": False,
+        "length": None,
+        "seed": 42,
+        "prompt": "paper",
+        "scorer": "paper",
+        "skipped": None,
+        "version": "0.1.0",
+        "commit": "abc",
+        "context_excerpt": sample.context,
+    }.items() <= record.items()
+    assert record["kept_pairs"] == round(0.3 * record["total_pairs"])
+    assert record["kept"] == record["kept_pairs"] / record["total_pairs"]
+    assert record["total_pairs"] == 3 * 2 * len(toy[1].encode(sample.context, add_special_tokens=False))
+    assert 0 < record["cache_bytes"] < record["full_bytes"] == 2 * 3 * 2 * 16 * 4 * record["context_tokens"]
+    assert list(record["seconds"]) == ["prefill", "score", "evict", "answer"]
+    assert len(record["key"]) == len(record["context_sha256"]) == 64
+    assert record["identity"]["parameters"]["level"] == "pair"
+    first = record["questions"][0]
+    assert {"text", "answer_prefix", "answers", "prediction", "filtered", "metric", "score", "details"} <= first.keys()
+    assert record["score"] == sum(question["score"] for question in record["questions"]) / 2
+
+
+@pytest.mark.peer
+@pytest.mark.parametrize("name", ["full", "kvzip", "snapkv", "adakv-snapkv"])
+def test_answers_are_those_of_kvpress_pipeline(toy, tmp_path, name):
+    """Query-agnostic, all questions of a context asked of one compressed cache."""
+    from kvzip_press.eval.presses import make_press
+
+    model, tokenizer = toy
+    run = EvaluationRun(toy, tmp_path, budget="plain")
+    ratio = 1.0 if name == "full" else 0.4
+    outcome = run(presses=(name,), ratios=(0.4,), prompt="kvpress")
+    pipe = kvpress.KVPressTextGenerationPipeline(model=model, tokenizer=tokenizer)
+    for sample, record in zip(ToyTask().load(Request()), outcome.records, strict=True):
+        asked = ["\n\n" + question.text for question in sample.questions]
+        press = make_press(name, ratio, tokenizer)
+        theirs = pipe(sample.context, questions=asked, answer_prefix="It is", press=press, max_new_tokens=4)
+        assert answers(record) == theirs["answers"]
+
+
+def test_questions_do_not_see_one_another(run):
+    class Reversed(ToyTask):
+        def load(self, request):
+            return [Sample(s.id, s.context, s.questions[::-1]) for s in super().load(request)]
+
+    forward = by_cell(run(ToyTask("forward")).records)
+    backward = by_cell(run(Reversed("backward")).records)
+    for cell, record in forward.items():
+        assert answers(record) == answers(backward[("backward", *cell[1:])])[::-1]
+
+
+def test_a_press_that_knows_the_question_compresses_it_with_the_context(toy, tmp_path):
+    """As kvpress's evaluation does for `query_aware`: a compression for each question."""
+    model, tokenizer = toy
+    run = EvaluationRun(toy, tmp_path, budget="plain")
+    outcome = run(presses=("kvzip", "full"), ratios=(0.4,), prompt="kvpress", protocols=("aware",))
+    assert run.engine.effort == Effort(prefills=6, replays=6, prefills_alone=12, replays_alone=6)
+    pipe = kvpress.KVPressTextGenerationPipeline(model=model, tokenizer=tokenizer)
+    for sample in ToyTask().load(Request()):
+        for name, press in (("kvzip", KVzipPress(ratio=0.4, tokenizer=tokenizer)), ("full", None)):
+            record = by_cell(outcome.records)["toy", sample.id, name, 0.4 if press else 1.0, "aware"]
+            theirs = [
+                pipe(f"{sample.context}\n\n{q.text}", answer_prefix="It is", press=press, max_new_tokens=4)["answer"]
+                for q in sample.questions
+            ]
+            assert answers(record) == theirs
+            assert record["kept"] == pytest.approx(1 if press is None else 0.4, abs=0.01)
+
+
+def test_a_cache_compressed_with_the_first_question_is_asked_the_others(toy, tmp_path):
+    model, tokenizer = toy
+    run = EvaluationRun(toy, tmp_path)
+    outcome = run(ToyTask(), OneQuestion("one"), ratios=(0.4,), prompt="kvpress", protocols=("reuse",))
+    cells = by_cell(outcome.records)
+    pipe = kvpress.KVPressTextGenerationPipeline(model=model, tokenizer=tokenizer)
+    for sample in ToyTask().load(Request()):
+        first, second = sample.questions
+        press = KVzipPress(ratio=0.4, tokenizer=tokenizer)
+        context = f"{sample.context}\n\n{first.text}"
+        theirs = pipe(context, question=f"\n\n{second.text}", answer_prefix="It is", press=press, max_new_tokens=4)
+        record = cells["toy", sample.id, "kvzip", 0.4, "reuse"]
+        assert answers(record) == [theirs["answer"]]
+        assert [question["text"] for question in record["questions"]] == [second.text]
+        assert "two or more questions" in cells["one", sample.id, "kvzip", 0.4, "reuse"]["skipped"]
+
+
+def test_finished_cells_are_not_measured_again(run):
+    run(ratios=(0.3,), limit=2)
+    assert len(run.log) == 4
+    outcome = run(ratios=(0.3, 0.6))
+    assert (outcome.measured, outcome.found) == (5, 4)
+    # Two of the three contexts had only one ratio to go: one prefill each
+    assert run.engine.effort.prefills == 3
+    assert len((run.folder / "samples.jsonl").read_text().splitlines()) == 9
+    assert run(ratios=(0.3, 0.6)).measured == 0
+
+
+def test_everything_that_decides_an_answer_makes_it_another(toy, toy_dir, tmp_path):
+    model, tokenizer = toy
+    base = {"backend": "auto", "budget": "equal", "scorer": "paper"}
+    grid = {"presses": ("kvzip",), "ratios": (0.3,)}
+    sample = Sample("0", "some words", (Question("Which?", ("x",), "include", 4),))
+
+    def keys(model=model, name="m", task=None, sample=sample, head_scores=None, run_changes=None, **changes):
+        from kvzip_press.eval.identity import key_of
+
+        run = RunIdentity.of(model, name, **{**base, **(run_changes or {})})
+        length = changes.pop("length", None)
+        units = make_units([(task or ToyTask(), length, sample)], Grid(**{**grid, **changes}))
+        identifier = Identifier(run, tokenizer, head_scores)
+        return {key_of(identifier.identity(unit, variant)) for unit in units for variant in unit.variants}
+
+    class Newer(ToyTask):
+        version = 2
+
+    class Other(ToyTask):
+        instruction = "Read this."
+
+    torch.manual_seed(1)
+    tuned = load_model(str(toy_dir))[0]
+    with torch.no_grad():
+        tuned.model.layers[1].mlp.up_proj.weight.mul_(1.5)
+    low, high = (HeadScores(torch.full((3, 2), value)) for value in (0.1, 0.2))
+    question = sample.questions[0]
+    variations = [
+        {},
+        {"name": "n"},
+        {"model": tuned},
+        {"model": load_model(str(toy_dir), dtype=torch.bfloat16)[0]},
+        {"model": load_model(str(toy_dir), attn_implementation="eager")[0]},
+        *({"run_changes": change} for change in ({"backend": "torch"}, {"budget": "plain"}, {"scorer": "official"})),
+        {"presses": ("kvzip-l2",)},
+        {"presses": ("kvzip-pair-layer",)},
+        {"presses": ("kvzip-full-512",)},
+        {"presses": ("snapkv",)},
+        {"presses": ("kvzip-head",), "head_scores": low},
+        {"presses": ("kvzip-head",), "head_scores": high},
+        {"ratios": (0.4,)},
+        {"protocols": ("aware",)},
+        {"prompt": "kvpress"},
+        {"task": ToyTask("other")},
+        {"task": Newer()},
+        {"task": Other()},
+        {"source": "hub"},
+        {"length": 100},
+        {"seed": 1},
+        {"sample": Sample("1", sample.context, sample.questions)},
+        {"sample": Sample("0", "other words", sample.questions)},
+        {"sample": Sample("0", sample.context, (Question("What?", ("x",), "include", 4),))},
+        {"sample": Sample("0", sample.context, (Question("Which?", ("x",), "include", 4, answer_prefix="It"),))},
+        {"max_new_tokens": 2},
+    ]
+    found = [keys(**variation) for variation in variations]
+    assert all(len(of_one) == 1 for of_one in found)
+    assert len(set.union(*found)) == len(variations)
+    assert keys(sample=Sample("0", sample.context, (question,))) == found[0]
+    again = load_model(str(toy_dir))[0]
+    assert keys(model=again) == found[0]
+    again.set_attn_implementation("eager")
+    assert model_identity(again, "m") == model_identity(model, "m")
+
+
+def test_a_run_that_was_killed_goes_on_where_it_was(toy_dir, toy, tmp_path):
+    code = f"""
+import sys
+sys.path.insert(0, {str(TESTS)!r})
+from pathlib import Path
+from eval_harness import EvaluationRun
+from kvzip_press.eval.results import SampleLog
+from kvzip_press.pretrained import load_model
+add = SampleLog.add
+def told(self, record):
+    add(self, record)
+    print(len(self), flush=True)
+SampleLog.add = told
+EvaluationRun(load_model({str(toy_dir)!r}), Path({str(tmp_path)!r}))(ratios=(0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8))
+"""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment)
+    for line in process.stdout:
+        if int(line) == 5:
+            os.kill(process.pid, signal.SIGKILL)
+            break
+    process.stdout.close()
+    process.wait()
+    before = read_records(tmp_path)
+    assert 5 <= len(before) < 24
+    with (tmp_path / "samples.jsonl").open("ab") as file:
+        file.write(b'{"key": "torn')
+
+    run = EvaluationRun(toy, tmp_path)
+    outcome = run(ratios=(0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8))
+    assert outcome.found == len(before)
+    assert outcome.measured == 24 - len(before)
+    assert read_records(tmp_path)[: len(before)] == before
+    alone = EvaluationRun(toy, tmp_path / "alone")(ratios=(0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8))
+    assert [answers(record) for record in outcome.records] == [answers(record) for record in alone.records]
+
+
+def test_shards_share_the_samples_among_them(toy, tmp_path):
+    tasks = ToyTask("a"), ToyTask("b")
+    whole = EvaluationRun(toy, tmp_path / "whole")(*tasks)
+    parts = [EvaluationRun(toy, tmp_path / "parts")(*tasks, shard=(part, 4)) for part in (1, 2, 3, 4)]
+    assert [part.measured for part in parts] == [6, 6, 3, 3]
+    merged = read_records(tmp_path / "parts")
+    assert {r["key"]: answers(r) for r in merged} == {r["key"]: answers(r) for r in whole.records}
+
+
+def test_contexts_beyond_the_models_window_are_skipped_with_the_reason_not_cut(toy, tmp_path):
+    run = EvaluationRun(toy, tmp_path, window=230)
+    outcome = run(ToyTask("short", context_words=60), ToyTask("long", context_words=170), limit=1)
+    cells = by_cell(outcome.records)
+    assert cells["short", "0", "kvzip", 0.3, "agnostic"]["skipped"] is None
+    for press, ratio in (("full", 1.0), ("kvzip", 0.3), ("kvzip", 0.6)):
+        record = cells["long", "0", press, ratio, "agnostic"]
+        needed = record["context_tokens"] + 37 + 4
+        assert record["skipped"] == f"needs {needed} tokens, the model's window has 230"
+        assert record["score"] is record["kept"] is record["seconds"] is None
+        assert record["questions"] == []
+    assert run.engine.effort.prefills == 1
+    assert run(ToyTask("long", context_words=170), limit=1).measured == 0
+
+
+def test_the_window_is_the_models_own(tmp_path):
+    folder = save_tiny_model(tmp_path / "narrow", window=100)
+    outcome = EvaluationRun(load_model(str(folder)), tmp_path)(limit=1)
+    assert "the model's window has 100" in outcome.records[0]["skipped"]
+
+
+def test_a_press_of_kvpress_that_cant_do_a_context_is_skipped_there_alone(toy, tmp_path):
+    """SnapKV's window of 32 tokens is longer than a short context."""
+    run = EvaluationRun(toy, tmp_path)
+    outcome = run(ToyTask(context_words=4), presses=("snapkv", "knorm"), ratios=(0.6,), prompt="kvpress", limit=1)
+    cells = by_cell(outcome.records)
+    assert "should be greater than the window size 32" in cells["toy", "0", "snapkv", 0.6, "agnostic"]["skipped"]
+    assert cells["toy", "0", "knorm", 0.6, "agnostic"]["skipped"] is None
+    aware = run(
+        ToyTask(context_words=4),
+        presses=("snapkv", "knorm"),
+        ratios=(0.6,),
+        prompt="kvpress",
+        limit=1,
+        protocols=("aware",),
+    )
+    assert len(aware.records) == 2
+
+
+def test_data_that_cant_be_judged_are_refused_before_any_work(run):
+    with pytest.raises(ValueError, match="sample 0 of toy: unknown metric 'nonsense'"):
+        run(ToyTask(metric="nonsense"), presses=("knorm",))
+    with pytest.raises(ValueError, match="sample 0 of toy: the answer 'river' normalises to nothing"):
+        run(ToyTask(metric="mf"))
+    assert run.engine.effort == Effort()
+
+
+def test_saved_answers_are_judged_anew_instead_of_asked_again(toy, tmp_path):
+    run = EvaluationRun(toy, tmp_path)
+    first = run(ToyTask(metric="vt"))
+    other = EvaluationRun(toy, tmp_path, scorer="official")
+    outcome = other(ToyTask(metric="vt"))
+    assert (outcome.measured, outcome.rescored, outcome.found) == (0, 9, 0)
+    assert {record["scorer"] for record in outcome.records} == {"official"}
+    assert [answers(a) for a in outcome.records] == [answers(b) for b in first.records]
+    assert other(ToyTask(metric="vt")).found == 9
+
+
+def test_whole_heads_are_measured_with_their_scores(toy, tmp_path):
+    run = EvaluationRun(toy, tmp_path, head_scores=HeadScores(torch.rand(3, 2)))
+    outcome = run(presses=("kvzip-head",), ratios=(0.5,), limit=1)
+    assert outcome.records[0]["kept"] == 0.5
+    assert run.engine.effort.replays == 0
+
+
+@pytest.mark.parametrize("press", ["kvzip", "knorm", "adakv-snapkv"])
+def test_fidelity_is_what_the_measurement_of_its_own_gives(toy, tmp_path, press):
+    from kvzip_press.eval import fidelity
+
+    model, tokenizer = toy
+    task = ToyTask("fidelity", metric="fidelity")
+    run = EvaluationRun(toy, tmp_path)
+    outcome = run(task, presses=(press, "full"), ratios=(0.4,), prompt="kvpress", limit=1)
+    sample = task.load(Request())[0]
+    pipe = kvpress.KVPressTextGenerationPipeline(model=model, tokenizer=tokenizer)
+    asked = [f"\n\n{question.text}" for question in sample.questions]
+    prompt = pipe.preprocess(sample.context, asked, answer_prefix="It is", max_context_length=int(1e10))
+    references = fidelity._reference(model, prompt["context_ids"], prompt["questions_ids"], 4)
+    expected = measure_press(pipe, prompt["context_ids"], prompt["questions_ids"], references, press, 0.4)
+    record = by_cell(outcome.records)["fidelity", "0", press, 0.4, "agnostic"]
+    details = [question["details"] for question in record["questions"]]
+    tokens = sum(part["answer_tokens"] for part in details)
+    assert tokens == expected["tokens"]
+    assert sum(part["kl"] * part["answer_tokens"] for part in details) == pytest.approx(expected["kl"], rel=1e-4)
+    added = sum(part["added_loss"] * part["answer_tokens"] for part in details)
+    assert added == pytest.approx(expected["loss"] - expected["full_loss"], rel=1e-3, abs=1e-5)
+    agreeing = sum(part["agreement"] * part["answer_tokens"] for part in details)
+    assert agreeing == pytest.approx(expected["agree"])
+    full = by_cell(outcome.records)["fidelity", "0", "full", 1.0, "agnostic"]
+    assert full["score"] == 1
+    assert all(abs(question["details"]["kl"]) < 1e-6 for question in full["questions"])
+    assert answers(full) == answers(record)
+
+
+def test_fidelity_to_the_full_cache_needs_it_even_if_only_others_are_missing(toy, tmp_path):
+    run = EvaluationRun(toy, tmp_path)
+    run(ToyTask("fidelity", metric="fidelity"), presses=("knorm",), ratios=(0.4,), limit=1)
+    assert run.engine.effort.prefills == 2
+
+
+def test_tasks_of_a_family_that_cant_be_had_are_left_out_named_ones_are_not(toy, tmp_path):
+    class Missing(ToyTask):
+        def load(self, request):
+            raise FileNotFoundError("no documents: give --corpus")
+
+    from kvzip_press.eval.runner import load_samples
+
+    grid = Grid(("full",), (0.3,))
+    samples, left_out = load_samples([(ToyTask(), False), (Missing("missing"), False)], grid, toy[1])
+    assert len(samples) == 3
+    assert left_out == {"missing": "no documents: give --corpus"}
+    with pytest.raises(FileNotFoundError, match="no documents"):
+        load_samples([(Missing("missing"), True)], grid, toy[1])
+
+
+def test_answers_can_be_cut_shorter_than_the_task_would(run):
+    outcome = run(max_new_tokens=2, limit=1)
+    assert {q["details"]["answer_tokens"] for r in outcome.records for q in r["questions"]} <= {1, 2}
+
+
+def test_long_contexts_are_shown_by_their_ends(run, toy):
+    outcome = run(ToyTask(context_words=200), limit=1, presses=("full",))
+    context = words(200, 4200)
+    assert outcome.records[0]["context_excerpt"] == f"{context[:400]} [...] {context[-400:]}"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"presses": ("kvzp",)}, "unknown press 'kvzp'"),
+        ({"ratios": (0.0,)}, r"ratios are kept fractions in \(0, 1\], got 0.0"),
+        ({"protocols": ("query",)}, "protocols are agnostic, aware, reuse, got 'query'"),
+        ({"prompt": "chat"}, "must be one of paper, kvpress, got 'chat'"),
+        ({"limit": 0}, "limit must be at least 1, got 0"),
+        ({"shard": (3, 2)}, "one of 1/2 to 2/2, got 3/2"),
+    ],
+)
+def test_grids_are_checked_at_once(changes, message):
+    with pytest.raises(ValueError, match=message):
+        Grid(**{"presses": ("full",), "ratios": (0.3,), **changes})
+
+
+def test_records_are_valid_json_lines(run):
+    run(limit=1)
+    for line in (run.folder / "samples.jsonl").read_text(encoding="utf-8").splitlines():
+        json.loads(line, parse_constant=lambda name: pytest.fail(name))
