@@ -18,10 +18,8 @@ from .cpu_simd import (
     FLOAT16,
     FLOAT32,
     HALF_BYTES,
-    HIGH_HALVES,
     ITEMSIZE,
     LANES,
-    LOW_HALVES,
     capped,
     compiled,
     even_lanes,
@@ -38,6 +36,7 @@ from .cpu_simd import (
     splat,
     store,
     store_float,
+    store_int,
 )
 from .cpu_threads import float_bits, run_on_threads, worker
 from .quantization import KEY_BLOCK, QuantizedKeys, QuantizedValues
@@ -160,6 +159,12 @@ def _softmax_step(logits, vectors, statistics):  # type: ignore[no-untyped-def]
 
 
 @compiled
+def _fold_group(vector, group_vectors, weights, folded, offsets, rows, count, scales, minima):  # type: ignore[no-untyped-def]
+    place = 4 * _BLOCK * (vector // group_vectors)
+    fold_value_scales(weights, folded, offsets, rows, 4 * _BLOCK, count, scales + place, minima + place)
+
+
+@compiled
 def _add_block(  # type: ignore[no-untyped-def]
     kind,
     quantized,
@@ -177,28 +182,42 @@ def _add_block(  # type: ignore[no-untyped-def]
     group_vectors,
     scales,
     minima,
+    high_half,
 ):
     """Add a block of weighted values to a few rows of output, as many channels at a time as registers hold."""
-    half = vectors // 2
+    stored = vectors // 2 if kind == HALF_BYTES else vectors
     vector = 0
-    while vector < vectors:
-        left = vectors - vector
-        source, source_kind = values + LANES * ITEMSIZE[kind] * vector, kind
-        if kind == HALF_BYTES:
-            left = half - vector % half
-            source = values + LANES * (vector % half)
-            source_kind = LOW_HALVES if vector < half else HIGH_HALVES
+    while vector < stored:
+        left = stored - vector
         if quantized:
-            group = vector // group_vectors
-            left = min(left, (group + 1) * group_vectors - vector)
-            place = 4 * _BLOCK * group
-            fold_value_scales(weights, folded_weights, offsets, rows, 4 * _BLOCK, count, scales + place, minima + place)
+            left = min(left, group_vectors - vector % group_vectors)
+            _fold_group(vector, group_vectors, weights, folded_weights, offsets, rows, count, scales, minima)
         width = 4 if left >= 4 else 2 if left >= 2 else 1
+        if kind == HALF_BYTES:
+            left = min(left, group_vectors - (stored + vector) % group_vectors)
+            width = 2 if left >= 2 else 1
+            other_weights, other_offsets = folded_weights, offsets
+            if (stored + vector) // group_vectors != vector // group_vectors:
+                other_weights, other_offsets = folded_weights + MAX_ROWS * 4 * _BLOCK, offsets + 4 * LANES
+                _fold_group(
+                    stored + vector,
+                    group_vectors,
+                    weights,
+                    other_weights,
+                    other_offsets,
+                    rows,
+                    count,
+                    scales,
+                    minima,
+                )
+            store_int(high_half, other_weights)
+            store_int(high_half + 8, out + 4 * LANES * (stored + vector))
+            store_int(high_half + 16, other_offsets)
         add_values(
-            source_kind,
+            kind,
             rows,
             width,
-            source,
+            values + LANES * ITEMSIZE[kind] * vector,
             step,
             _BLOCK * step,
             count,
@@ -208,6 +227,7 @@ def _add_block(  # type: ignore[no-untyped-def]
             out_step,
             factors,
             offsets,
+            high_half,
         )
         vector += width
 
@@ -304,9 +324,10 @@ def _run_item(job, item, scratch):  # type: ignore[no-untyped-def]
     biases = spare + 8 * LANES
     factors = biases + 4 * _ROW_BLOCK
     offsets = factors + 4 * LANES
-    logits = offsets + 4 * LANES
+    high_half = offsets + 8 * LANES
+    logits = high_half + 4 * LANES
     folded_weights = logits + MAX_ROWS * logits_step
-    scales = folded_weights + MAX_ROWS * logits_step
+    scales = folded_weights + 2 * MAX_ROWS * logits_step
     minima = scales + wide_key_step
     value_scales = minima + wide_key_step
     value_minima = value_scales + groups * logits_step
@@ -401,6 +422,7 @@ def _run_item(job, item, scratch):  # type: ignore[no-untyped-def]
                 value_vectors // groups,
                 value_scales,
                 value_minima,
+                high_half,
             )
 
 
@@ -445,7 +467,7 @@ def _merge_row(job, segment, row, total_vector):  # type: ignore[no-untyped-def]
 @compiled
 def _scratch_floats(key_dim, value_dim, groups):  # type: ignore[no-untyped-def]
     """What a thread needs: see the addresses at the top of :func:`_run_item`."""
-    floats = 4 * LANES + _ROW_BLOCK + (2 * MAX_ROWS + 3 * groups) * _BLOCK + 2 * padded(key_dim)
+    floats = 6 * LANES + _ROW_BLOCK + (3 * MAX_ROWS + 3 * groups) * _BLOCK + 2 * padded(key_dim)
     return floats + (2 * _ROW_BLOCK + _BLOCK) * padded(key_dim) + _BLOCK * padded(value_dim)
 
 

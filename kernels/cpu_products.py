@@ -14,6 +14,7 @@ from numba.extending import intrinsic
 
 from .cpu_simd import (
     EMIT_LOAD,
+    FLOAT,
     FLOAT32,
     FLOATS,
     HALF_BYTES,
@@ -67,8 +68,8 @@ class _Writer:
     def load(self, address: Any, kind: int = FLOAT32) -> Any:
         return EMIT_LOAD[kind](self.builder, address)
 
-    def number(self, address: Any) -> Any:
-        return emit_load(self.builder, address, ir.FloatType(), 4)
+    def number(self, address: Any, kind: ir.Type = FLOAT) -> Any:
+        return emit_load(self.builder, address, kind, 4)
 
 
 def _case_number(builder: ir.IRBuilder | None, parts: tuple[Any, ...]) -> Any:
@@ -136,8 +137,8 @@ def products(  # type: ignore[no-untyped-def]
     Products of up to :data:`MAX_ROWS` queries with 16 keys.
 
     Keys are rows of ``vectors`` x 16 channels in format ``kind``, ``key_step`` bytes apart; those ``ahead`` bytes
-    further are asked for from memory. Queries are float32. Writes
-    16 float32 for each query at ``out``, ``out_step`` bytes apart. 4-bit keys need an even number of vectors.
+    further are asked for from memory. Queries are float32. Writes 16 float32 for each query at ``out``, ``out_step``
+    bytes apart. 4-bit keys need an even number of vectors.
     """
 
     def emit(builder: ir.IRBuilder, kind: Any, rows: Any, *arguments: Any) -> None:
@@ -152,31 +153,37 @@ def products(  # type: ignore[no-untyped-def]
 
 
 def _emit_add_values(builder: ir.IRBuilder, kind: int, rows: int, width: int, *arguments: Any) -> None:
-    values, value_step, ahead, count, weights, weight_step, out, out_step, factors, offsets = arguments
+    values, value_step, ahead, count, weights, weight_step, out, out_step, factors, offsets, high_half = arguments
     write = _Writer(builder)
-    addresses = [[write.at(out, (row, out_step), (index, _VECTOR)) for index in range(width)] for row in range(rows)]
-    sums = []
-    for row in range(rows):
-        factor = emit_splat(builder, write.number(write.at(factors, (row, 4))))
-        offset = emit_splat(builder, write.number(write.at(offsets, (row, 4))))
-        sums.append(
-            [write.variable(emit_multiply_add(builder, write.load(at), factor, offset)) for at in addresses[row]]
-        )
+    # In 4 bits each byte holds two channels, half a row apart, which may be of two groups with weights of their own
+    parts = [(kind, weights, out, offsets)]
+    if kind == HALF_BYTES:
+        words = (write.number(write.at(high_half, (index, 8)), _ADDRESS) for index in range(3))
+        parts = [(LOW_HALVES, weights, out, offsets), (HIGH_HALVES, *words)]
+    sums: dict[tuple[int, int, int], Any] = {}
+    addresses = {}
+    for part, (_, _, part_out, part_offsets) in enumerate(parts):
+        for row in range(rows):
+            factor = emit_splat(builder, write.number(write.at(factors, (row, 4))))
+            offset = emit_splat(builder, write.number(write.at(part_offsets, (row, 4))))
+            for index in range(width):
+                place = part, row, index
+                addresses[place] = write.at(part_out, (row, out_step), (index, _VECTOR))
+                start = emit_multiply_add(builder, write.load(addresses[place]), factor, offset)
+                sums[place] = write.variable(start)
     with write.loop(count) as item:
         base = write.at(values, (item, value_step))
-        value = [write.load(write.at(base, (index, LANES * ITEMSIZE[kind])), kind) for index in range(width)]
-        for index in range(0, width, max(1, 4 // ITEMSIZE[kind])):
-            emit_prefetch(builder, write.at(base, (ahead, 1), (index, LANES * ITEMSIZE[kind])))
-        for row in range(rows):
-            weight = emit_splat(builder, write.number(write.at(weights, (row, weight_step), (item, 4))))
-            for index in range(width):
-                write.add_product(sums[row][index], weight, value[index])
-    for row in range(rows):
-        for index in range(width):
-            emit_store(builder, addresses[row][index], builder.load(sums[row][index]))
-
-
-_WIDTHS = (4, 2, 1)
+        stored = [write.at(base, (index, LANES * ITEMSIZE[kind])) for index in range(width)]
+        for address in stored[:: max(1, 4 // ITEMSIZE[kind])]:
+            emit_prefetch(builder, write.at(address, (ahead, 1)))
+        for part, (part_kind, part_weights, _, _) in enumerate(parts):
+            value = [write.load(address, part_kind) for address in stored]
+            for row in range(rows):
+                weight = emit_splat(builder, write.number(write.at(part_weights, (row, weight_step), (item, 4))))
+                for index in range(width):
+                    write.add_product(sums[part, row, index], weight, value[index])
+    for place, address in addresses.items():
+        emit_store(builder, address, builder.load(sums[place]))
 
 
 @intrinsic
@@ -195,20 +202,23 @@ def add_values(  # type: ignore[no-untyped-def]
     out_step,
     factors,
     offsets,
+    high_half,
 ):
     """
-    ``out = out * factor + offset + weights @ values`` for up to :data:`MAX_ROWS` rows and ``width`` x 16 channels.
+    ``out = out * factor + offset + weights @ values`` for up to :data:`MAX_ROWS` rows and ``width`` x 16 numbers.
 
-    Values are ``count`` rows in format ``kind`` (for 4 bits ``LOW_HALVES`` or ``HIGH_HALVES``), ``value_step`` bytes
-    apart; weights, factors and offsets are float32. ``width`` is 4, 2 or 1.
+    Values are ``count`` rows in format ``kind``, ``value_step`` bytes apart, those ``ahead`` bytes further are asked
+    for from memory; weights, factors and offsets are float32. ``width`` is 4, 2 or 1. In 4 bits it counts bytes and is
+    at most 2, and the high halves have their own weights, out and offsets: three int64 addresses at ``high_half``.
     """
 
     def emit(builder: ir.IRBuilder, kind: Any, rows: Any, width: Any, *arguments: Any) -> None:
         selector = _case_number(builder, (kind, rows, width))
         cases = {
             _case_number(None, case): lambda case=case: _emit_add_values(builder, *case, *arguments)
-            for case in product(range(HIGH_HALVES + 1), range(1, MAX_ROWS + 1), _WIDTHS)
+            for case in product(range(HALF_BYTES + 1), range(1, MAX_ROWS + 1), (4, 2, 1))
+            if case[0] != HALF_BYTES or case[2] <= 2
         }
         _dispatch(builder, selector, cases)
 
-    return operation(types.void, (types.intp,) * 13, emit)
+    return operation(types.void, (types.intp,) * 14, emit)

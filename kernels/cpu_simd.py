@@ -348,6 +348,16 @@ def load_int(context, address):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
+def store_int(context, address, number):  # type: ignore[no-untyped-def]
+    """Store an int64."""
+
+    def emit(builder: ir.IRBuilder, address: Any, number: Any) -> None:
+        builder.store(number, _pointer(builder, address, ir.IntType(64))).align = 4
+
+    return operation(types.void, (types.intp, types.int64), emit)
+
+
+@intrinsic
 def load_byte(context, address):  # type: ignore[no-untyped-def]
     """Load an unsigned byte."""
     return operation(types.uint8, (types.intp,), lambda builder, address: emit_load(builder, address, ir.IntType(8), 1))
