@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import product
 from typing import Any
@@ -83,15 +83,15 @@ def _case_number(builder: ir.IRBuilder | None, parts: tuple[Any, ...]) -> Any:
     return number
 
 
-def _dispatch(builder: ir.IRBuilder, selector: Any, cases: dict[int, Callable[[], None]]) -> None:
-    """Jump to the code of one case; there is nothing for other values."""
+def _dispatch(builder: ir.IRBuilder, given: tuple[Any, ...], cases: Iterable[tuple[int, ...]], emit: Callable) -> None:
+    """Jump to the code that ``emit(*case)`` writes for the case that is given; nothing happens for others."""
     end = builder.append_basic_block("end")
-    switch = builder.switch(selector, end)
-    for value, emit in cases.items():
-        block = builder.append_basic_block(f"case{value}")
-        switch.add_case(ir.Constant(selector.type, value), block)
+    switch = builder.switch(_case_number(builder, given), end)
+    for case in cases:
+        block = builder.append_basic_block("case")
+        switch.add_case(ir.Constant(_ADDRESS, _case_number(None, case)), block)
         builder.position_at_end(block)
-        emit()
+        emit(*case)
         builder.branch(end)
     builder.position_at_end(end)
 
@@ -142,12 +142,8 @@ def products(  # type: ignore[no-untyped-def]
     """
 
     def emit(builder: ir.IRBuilder, kind: Any, rows: Any, *arguments: Any) -> None:
-        selector = _case_number(builder, (kind, rows))
-        cases = {
-            _case_number(None, case): lambda case=case: _emit_products(builder, *case, *arguments)
-            for case in product(range(HALF_BYTES + 1), range(1, MAX_ROWS + 1))
-        }
-        _dispatch(builder, selector, cases)
+        cases = product(range(HALF_BYTES + 1), range(1, MAX_ROWS + 1))
+        _dispatch(builder, (kind, rows), cases, lambda *case: _emit_products(builder, *case, *arguments))
 
     return operation(types.void, (types.intp,) * 10, emit)
 
@@ -213,12 +209,8 @@ def add_values(  # type: ignore[no-untyped-def]
     """
 
     def emit(builder: ir.IRBuilder, kind: Any, rows: Any, width: Any, *arguments: Any) -> None:
-        selector = _case_number(builder, (kind, rows, width))
-        cases = {
-            _case_number(None, case): lambda case=case: _emit_add_values(builder, *case, *arguments)
-            for case in product(range(HALF_BYTES + 1), range(1, MAX_ROWS + 1), (4, 2, 1))
-            if case[0] != HALF_BYTES or case[2] <= 2
-        }
-        _dispatch(builder, selector, cases)
+        every = product(range(HALF_BYTES + 1), range(1, MAX_ROWS + 1), (4, 2, 1))
+        cases = (case for case in every if case[0] != HALF_BYTES or case[2] <= 2)
+        _dispatch(builder, (kind, rows, width), cases, lambda *case: _emit_add_values(builder, *case, *arguments))
 
     return operation(types.void, (types.intp,) * 14, emit)
