@@ -1,0 +1,202 @@
+"""Figures worked out by hand."""
+
+import pytest
+from report_records import record
+
+from kvzip_press.eval.report_format import Table, markdown
+from kvzip_press.eval.report_summary import held_to, summarise
+from kvzip_press.eval.report_tables import all_tables
+from kvzip_press.eval.statistics import relative_score
+
+
+def records_of(task, press, ratio, scores, **changes):
+    return [record(task, f"{i}", press, ratio, [score], **changes) for i, score in enumerate(scores)]
+
+
+def two_tasks():
+    return [
+        *records_of("one", "full", 1.0, [1, 1, 0, 1]),
+        *records_of("one", "kvzip", 0.3, [1, 0, 0, 1]),
+        *records_of("two", "full", 1.0, [0.5, 0.5]),
+        *records_of("two", "kvzip", 0.3, [0.5, 0.25]),
+    ]
+
+
+def cell_of(summary, task, press, ratio=0.3):
+    (cell,) = [cell for cell in summary.cells if (cell.task, cell.press, cell.ratio) == (task, press, ratio)]
+    return cell
+
+
+def rows_of(tables, section, title=""):
+    (table,) = [table for table in tables if (table.section, table.title) == (section, title)]
+    return table.rows
+
+
+def test_scores_differences_and_shares():
+    summary = summarise(two_tasks())
+    full, cell = cell_of(summary, "one", "full", 1.0), cell_of(summary, "one", "kvzip")
+    assert (full.samples, full.score, full.error) == (4, 0.75, pytest.approx(0.25))
+    assert (cell.score, cell.error) == (0.5, pytest.approx((1 / 3) ** 0.5 / 2))
+    assert cell.difference == -0.25
+    assert -1 <= cell.interval[0] < -0.25 < cell.interval[1] <= 0
+    # Residuals of score - 2/3 of the full cache's: 1/3, -2/3, 0, 1/3.
+    assert cell.relative == pytest.approx(2 / 3)
+    assert cell.relative_error == pytest.approx((2 / 9) ** 0.5 / 2 / 0.75)
+    assert full.difference is None and full.interval is None and full.relative == 1
+
+
+def test_relative_average_over_tasks():
+    (average,) = summarise(two_tasks()).averages
+    assert (average.tasks, average.relative) == (2, pytest.approx((2 / 3 + 3 / 4) / 2))
+    assert average.error == pytest.approx(((2 / 9 / 4 / 0.75**2) + 0.25**2) ** 0.5 / 2)
+    assert (average.relative, 2) == pytest.approx(relative_score({"one": 0.5, "two": 0.375}, {"one": 0.75, "two": 0.5}))
+    rows = rows_of(all_tables(summarise(two_tasks()), {}), "Relative average")
+    assert rows == [("kvzip", "0.708 ± 0.201", "–")]
+
+
+def test_tasks_that_the_full_cache_fails_are_in_no_average():
+    failed = records_of("three", "full", 1.0, [0, 0]) + records_of("three", "kvzip", 0.3, [0, 1])
+    summary = summarise(two_tasks() + failed)
+    assert [average.tasks for average in summary.averages] == [2]
+    assert cell_of(summary, "three", "kvzip").relative is None
+    assert cell_of(summary, "three", "kvzip").difference == 0.5
+
+
+def test_only_the_same_contexts_are_compared():
+    """A context that the full cache was not asked about counts in the mean, not in the difference."""
+    summary = summarise([*two_tasks(), record("one", "9", "kvzip", 0.3, [1])])
+    cell = cell_of(summary, "one", "kvzip")
+    assert (cell.samples, cell.score) == (5, 0.6)
+    assert (cell.difference, cell.relative) == (-0.25, pytest.approx(2 / 3))
+    row = rows_of(all_tables(summary, {}), "Scores", "one")[0]
+    assert row[1].startswith("0.600")
+
+
+def test_without_a_full_cache_nothing_is_compared():
+    cell = summarise(records_of("one", "kvzip", 0.3, [1, 0])).cells[0]
+    assert (cell.difference, cell.interval, cell.relative, cell.relative_cost.cache_bytes) == (None,) * 4
+    assert summarise([record("one", "0", "kvzip", 0.3, [1])]).cells[0].error is None
+
+
+def test_costs_are_means_and_multiples():
+    slow = {"prefill": 3.0, "score": 1.0, "evict": 0.5, "answer": 1.0}
+    summary = summarise(
+        [
+            *records_of("one", "full", 1.0, [1, 1]),
+            record("one", "0", "kvzip", 0.3, [1], cache_bytes=2**18, kept=0.25),
+            record("one", "1", "kvzip", 0.3, [1], cache_bytes=2**19, kept=0.35, seconds=slow),
+        ]
+    )
+    cell = cell_of(summary, "one", "kvzip")
+    assert cell.kept == pytest.approx(0.3)
+    assert (cell.cost.cache_bytes, cell.relative_cost.cache_bytes) == (1.5 * 2**18, 0.375)
+    assert (cell.cost.prefill, cell.cost.compression, cell.cost.answer) == (2.5, 1.5, 2.5)
+    # Prefill and compression, by the full cache's prefill of 2 s; its answers take 4 s.
+    assert (cell.relative_cost.compression, cell.relative_cost.answer) == (2.0, 0.625)
+    row = rows_of(all_tables(summary, {}), "All figures", "one")[1]
+    assert row[:7] == ("kvzip", "0.3", "2", "0.300", "1.000 ± 0.000", "+0.000 [+0.000, +0.000]", "1.000")
+    # 4 s and 1 s for 8 tokens each.
+    assert cell.cost.token == 2.5 / 8 and cell.relative_cost.token == 0.625
+    assert row[7:] == ("0.4", "0.38", "2.50", "1.50", "2.50", "312.5")
+
+
+def test_a_press_holds_down_to_the_last_ratio_before_it_falls():
+    full = records_of("one", "full", 1.0, [1] * 20)
+    shares = {0.9: 20, 0.5: 19, 0.3: 18, 0.1: 20}
+    cells = [records_of("one", "kvzip", ratio, [1] * right + [0] * (20 - right)) for ratio, right in shares.items()]
+    summary = summarise([*full, *sum(cells, []), *records_of("one", "knorm", 0.9, [0] * 20)])
+    assert held_to(summary, summary.settings[0], "kvzip") == 0.5
+    assert held_to(summary, summary.settings[0], "knorm") is None
+
+
+def test_settings_and_lengths_are_kept_apart():
+    made = [
+        *records_of("one", "kvzip", 0.3, [1], protocol="aware"),
+        *records_of("one", "kvzip", 0.3, [0]),
+        *records_of("one", "kvzip", 0.3, [0], length=8192),
+        *records_of("two", "kvzip", 0.3, [0]),
+    ]
+    summary = summarise(made)
+    assert summary.settings == [f"SmolLM2-135M-Instruct, protocol {name}" for name in ("aware", "agnostic")]
+    assert summary.tasks == ["one, length 4096", "one, length 8192", "two"]
+    assert len(summary.cells) == 4 and {cell.samples for cell in summary.cells} == {1}
+    assert {table.section for table in all_tables(summary, {})} >= {f"Scores ({name})" for name in summary.settings}
+
+
+def test_a_repeated_record_replaces_the_earlier_one():
+    summary = summarise([record("one", "0", "kvzip", 0.3, [0]), record("one", "0", "kvzip", 0.3, [1])])
+    assert (summary.cells[0].samples, summary.cells[0].score, summary.replaced) == (1, 1, 1)
+    assert ("records replaced by later ones", "1") in rows_of(all_tables(summary, {}), "Provenance")
+
+
+def test_skipped_contexts_are_listed_and_in_no_mean():
+    reason = "longer than the model's window | 2048"
+    skipped = [record("one", f"{i}", "kvzip", 0.3, [], skipped=reason, questions=[]) for i in (7, 8)]
+    summary = summarise([*two_tasks(), *skipped])
+    assert cell_of(summary, "one", "kvzip").samples == 4
+    assert rows_of(all_tables(summary, {}), "Skipped") == [("one", "kvzip", "0.3", reason, "2")]
+    rows = rows_of(all_tables(summary, {"left_out": {"squad": "no data"}}), "Skipped")
+    assert rows[1:] == [("squad", "all", "all", "no data", "all")]
+    assert "longer than the model's window \\| 2048" in markdown("model", all_tables(summary, {}))
+
+
+def test_fewer_contexts_and_imitations_are_marked():
+    made = records_of("one", "full", 1.0, [1, 1, 1], imitation=True)
+    made += records_of("one", "kvzip", 0.3, [1, 1], imitation=True)
+    tables = all_tables(summarise(made), {})
+    assert rows_of(tables, "Scores", "one (imitation)") == [("kvzip", "1.000 ± 0.000 (n 2)")]
+
+
+def test_missing_cells_are_dashes_and_ratios_rise():
+    made = [record("one", "0", press, ratio, [1]) for press, ratio in (("a", 0.5), ("b", 0.1), ("a", 0.3))]
+    (table,) = [table for table in all_tables(summarise(made), {}) if table.section == "Scores"]
+    assert table.columns == ("press", "0.1", "0.3", "0.5")
+    assert table.rows == [("a", "–", "1.000", "1.000"), ("b", "1.000", "–", "–")]
+
+
+def test_provenance_names_the_machine_the_commits_and_the_options():
+    made = [
+        record("one", "0", "full", 1.0, [1]),
+        record("one", "1", "full", 1.0, [1], commit="ffff", time="2026-12-01"),
+    ]
+    run = {"device": "cpu", "versions": {"torch": "2.13.0", "kvpress": None}, "arguments": {"ratios": [0.3, 0.5]}}
+    rows = dict(rows_of(all_tables(summarise(made), run), "Provenance"))
+    assert rows["versions"] == "torch 2.13.0"
+    assert rows["arguments"] == "ratios 0.3 0.5"
+    assert rows["commits of the records"] == "0123456789abcdef0123456789abcdef01234567, ffff"
+    assert rows["times of the records"] == "2026-11-30T03:00:00+00:00 to 2026-12-01"
+
+
+def test_privacy_and_fidelity_are_in_no_average():
+    made = two_tasks() + records_of("leaks", "full", 1.0, [1]) + records_of("leaks", "kvzip", 0.3, [0])
+    for found in made[-2:]:
+        found["questions"][0]["metric"] = "leak"
+    summary = summarise(made)
+    assert [average.tasks for average in summary.averages] == [2]
+    assert summary.measures == {"leaks": "leak rate, less is better"}
+
+
+def test_subtasks_and_drift_have_their_own_tables():
+    made = [record("mixed", f"{i}", "kvzip", 0.3, scores) for i, scores in enumerate([[1, 0, 0], [0, 0, 1]])]
+    for found in made:
+        for question, subtask, kl in zip(found["questions"], ("code", "kv", "kv"), (0.5, 0.1, 0.3), strict=True):
+            question["details"] |= {"task": subtask, "kl": kl}
+    tables = all_tables(summarise(made), {})
+    assert rows_of(tables, "Subtasks", "mixed: code") == [("kvzip", "0.500 ± 0.500")]
+    assert rows_of(tables, "Subtasks", "mixed: kv") == [("kvzip", "0.250 ± 0.250")]
+    assert rows_of(tables, "Fidelity", "mixed: KL(full, compressed), nats a token") == [("kvzip", "0.300 ± 0.000")]
+
+
+def test_what_the_sweep_saved():
+    saved = {"prefills": 12, "replays": 24, "prefills_alone": 700, "replays_alone": 360}
+    rows = rows_of(all_tables(summarise(two_tasks()), {"saved": saved}), "Saved by the sweep")
+    assert rows == [("prefills", "12", "700"), ("replays", "24", "360")]
+
+
+def test_markdown_of_a_table():
+    table = Table("Part", "Title", ("press", "0.3"), [("a|b", "<b>")], note="About\nit.")
+    text = markdown("Name", [table, table])
+    assert text.count("## Part\n") == 1
+    assert text.startswith(
+        "# Name\n\n## Part\n\n### Title\n\nAbout it.\n\n| press | 0.3 |\n| --- | ---: |\n| a\\|b | &lt;b> |\n"
+    )
