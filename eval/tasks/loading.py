@@ -1,0 +1,117 @@
+"""Rows of published data: from the hub, or from parquet and jsonl files on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvzip_press.eval.tasks.base import GENERATED, HUB, Request, Task
+
+# By suffix, the reader of `datasets`; in a folder with both, the first wins.
+READERS = {".parquet": "parquet", ".jsonl": "json"}
+
+
+@dataclass(frozen=True)
+class Published:
+    """
+    Where data are published, and what they must hold.
+
+    Parameters
+    ----------
+    path, split : str
+        As in `datasets.load_dataset`.
+    columns : tuple[str, ...]
+        Needed columns.
+    files : tuple[str, ...]
+        Where the data are in a folder on this machine: patterns without suffix, tried in this order.
+    name, data_dir, data_files : str, optional
+        As in `datasets.load_dataset`.
+    """
+
+    path: str
+    split: str
+    columns: tuple[str, ...]
+    files: tuple[str, ...] = ("*",)
+    name: str | None = None
+    data_dir: str | None = None
+    data_files: str | None = None
+
+
+def wants_generated(task: Task, request: Request) -> bool:
+    """Whether samples are to be generated rather than read.
+
+    Raises
+    ------
+    ValueError
+        If the task does not offer the source.
+    """
+    if request.source == GENERATED:
+        if GENERATED not in task.sources:
+            raise ValueError(f"{task.name} can't be generated: read it from {HUB!r} or from a local folder or file")
+        return True
+    if HUB not in task.sources:
+        raise ValueError(f"{task.name} can only be generated: its source must be {GENERATED!r}, got {request.source!r}")
+    return False
+
+
+def read_rows(task_name: str, source: str, published: Published) -> Any:
+    """Read published data.
+
+    Parameters
+    ----------
+    task_name : str
+        Named in errors.
+    source : str
+        ``"hub"``, or the path of a folder or file.
+    published : Published
+        Where the data are and what they must hold.
+
+    Returns
+    -------
+    datasets.Dataset
+        Its rows are dictionaries.
+
+    Raises
+    ------
+    FileNotFoundError
+        If there are no such files.
+    ValueError
+        If columns are missing; they are named.
+    """
+    import datasets
+
+    if source == HUB:
+        options = {"name": published.name, "data_dir": published.data_dir, "data_files": published.data_files}
+        given = {option: value for option, value in options.items() if value is not None}
+        rows = datasets.load_dataset(published.path, split=published.split, **given)
+    else:
+        files = find_files(task_name, Path(source), published.files)
+        rows = datasets.load_dataset(READERS[files[0].suffix], data_files=[str(file) for file in files], split="train")
+    check_columns(task_name, source, rows.column_names, published.columns)
+    return rows
+
+
+def find_files(task_name: str, path: Path, patterns: Iterable[str]) -> list[Path]:
+    """Files with data below a folder, all of one kind and sorted, or the file itself."""
+    if path.is_file():
+        if path.suffix not in READERS:
+            raise ValueError(f"{task_name}: {path} must be one of {', '.join(READERS)}")
+        return [path]
+    for pattern in patterns:
+        for suffix in READERS:
+            files = sorted(path.glob(pattern + suffix))
+            if files:
+                return files
+    wanted = " or ".join(pattern + suffix for pattern in patterns for suffix in READERS)
+    raise FileNotFoundError(f"{task_name}: no data in {path}, which should hold {wanted}")
+
+
+def check_columns(task_name: str, source: str, present: Iterable[str], needed: Iterable[str]) -> None:
+    """Raise ValueError if columns are missing."""
+    missing = [column for column in needed if column not in present]
+    if missing:
+        raise ValueError(
+            f"{task_name}: the data of {source} lack the columns {', '.join(missing)}; they have {', '.join(present)}"
+        )

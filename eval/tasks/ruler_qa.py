@@ -1,0 +1,208 @@
+"""RULER's questions about documents, which are those of SQuAD and HotpotQA."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvzip_press.eval.tasks.base import HUB, Question, Request, Sample, Task
+from kvzip_press.eval.tasks.generation import grow, needed_tokens, token_counter
+from kvzip_press.eval.tasks.loading import Published, read_rows
+from kvzip_press.eval.tasks.ruler_templates import DOCUMENT, QA
+
+
+@dataclass(frozen=True)
+class Asked:
+    """
+    A question about documents.
+
+    Parameters
+    ----------
+    text : str
+        The question.
+    answers : tuple[str, ...]
+        Any of them is right.
+    documents : tuple[str, ...]
+        Those that must be there.
+    related : tuple[str, ...]
+        Those that are added first.
+    """
+
+    text: str
+    answers: tuple[str, ...]
+    documents: tuple[str, ...]
+    related: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Where a task's documents come from: published rows, or the one JSON file that RULER downloads."""
+
+    title: str
+    published: Published
+    json_files: tuple[str, ...]
+
+
+SQUAD = Documents(
+    "SQuAD 2.0 (dev)",
+    Published("rajpurkar/squad_v2", "validation", ("title", "context", "question", "answers"), ("*/validation*", "*")),
+    ("squad.json", "dev-v2.0.json"),
+)
+HOTPOTQA = Documents(
+    "HotpotQA (dev, distractor)",
+    Published(
+        "hotpotqa/hotpot_qa",
+        "validation",
+        ("question", "answer", "context"),
+        ("distractor/validation*", "*/validation*", "*"),
+        name="distractor",
+    ),
+    ("hotpotqa.json", "hotpot_dev_distractor_v1.json"),
+)
+
+
+def read_questions(task: Task, documents: Documents, corpus: str | None) -> list[Asked]:
+    """Read all questions.
+
+    Parameters
+    ----------
+    task : Task
+        Named in errors.
+    documents : Documents
+        What is needed.
+    corpus : str, optional
+        ``"hub"``, or a file or folder in the hub's columns (parquet, jsonl) or as RULER downloads it (json).
+
+    Raises
+    ------
+    ValueError
+        If there is no corpus.
+    """
+    if corpus is None:
+        raise ValueError(
+            f"{task.name} is generated from the documents of {documents.title}: give the corpus {HUB!r} "
+            f"({documents.published.path}), or a folder with {' or '.join(documents.json_files)} or with the hub's "
+            "files (parquet or jsonl); or read the finished task from the hub or a local folder"
+        )
+    path = Path(corpus)
+    candidates = [path] if path.suffix == ".json" else [path / name for name in documents.json_files]
+    for file in candidates:
+        if file.is_file():
+            data = json.loads(file.read_text(encoding="utf-8"))
+            return squad_questions(_squad_rows(data)) if documents is SQUAD else hotpot_questions(_hotpot_rows(data))
+    rows = read_rows(task.name, corpus, documents.published)
+    return squad_questions(rows) if documents is SQUAD else hotpot_questions(rows)
+
+
+def _squad_rows(data: dict[str, Any]) -> list[dict[str, Any]]:
+    return [
+        {
+            "title": article["title"],
+            "context": paragraph["context"],
+            "question": asked["question"],
+            "answers": {"text": [answer["text"] for answer in asked["answers"]]},
+        }
+        for article in data["data"]
+        for paragraph in article["paragraphs"]
+        for asked in paragraph["qas"]
+    ]
+
+
+def _hotpot_rows(data: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [
+        {**row, "context": {"title": [t for t, _ in row["context"]], "sentences": [s for _, s in row["context"]]}}
+        for row in data
+    ]
+
+
+def squad_questions(rows: Any) -> list[Asked]:
+    """Questions that have an answer, with the other paragraphs of their article as related documents."""
+    rows = list(rows)
+    articles: dict[str, dict[str, None]] = {}
+    for row in rows:
+        articles.setdefault(row["title"], {})[row["context"]] = None
+    return [
+        Asked(
+            row["question"],
+            tuple(dict.fromkeys(row["answers"]["text"])),
+            (row["context"],),
+            tuple(text for text in articles[row["title"]] if text != row["context"]),
+        )
+        for row in rows
+        if row["answers"]["text"]
+    ]
+
+
+def hotpot_questions(rows: Any) -> list[Asked]:
+    """Questions with the ten paragraphs that come with each."""
+    return [
+        Asked(
+            row["question"],
+            (row["answer"],),
+            tuple(
+                f"{title}\n{''.join(sentences)}"
+                for title, sentences in zip(row["context"]["title"], row["context"]["sentences"], strict=True)
+            ),
+        )
+        for row in rows
+    ]
+
+
+def make_qa(rng: random.Random, size: int, asked: Asked, documents: list[str]) -> tuple[str, tuple[Question, ...]]:
+    """Draw a context and its question.
+
+    Parameters
+    ----------
+    rng : random.Random
+        The only source of chance.
+    size : int
+        Number of documents, at least those that must be there.
+    asked : Asked
+        The question.
+    documents : list of str
+        All documents, to draw from.
+    """
+    chosen = list(asked.documents)
+    missing = size - len(chosen)
+    if missing <= len(asked.related):
+        chosen += rng.sample(asked.related, missing)
+    else:
+        known = {*chosen, *asked.related}
+        chosen += asked.related
+        chosen += rng.sample([text for text in documents if text not in known], size - len(chosen))
+    rng.shuffle(chosen)
+    context = "\n\n".join(DOCUMENT.format(number=i, document=text) for i, text in enumerate(chosen, start=1))
+    return QA.split(QA.fill(context=context, query=asked.text), list(asked.answers))
+
+
+def generate_qa(task: Task, request: Request, documents: Documents, length: int, number: int) -> list[Sample]:
+    """Ask the first questions whose documents fit, each among as many other documents as fit.
+
+    Raises
+    ------
+    ValueError
+        If there are no documents, or if no question fits.
+    """
+    count_tokens = token_counter(task, request)
+    budget = request.length or length
+    questions = read_questions(task, documents, request.corpus)
+    texts = sorted({text for asked in questions for text in asked.documents + asked.related})
+    samples: list[Sample] = []
+    for index, asked in enumerate(questions):
+        if len(samples) == (number if request.limit is None else request.limit):
+            break
+        seed = f"{task.name}/{budget}/{request.seed}/{index}"
+
+        def draw(size: int, index: int = index, asked: Asked = asked, seed: str = seed) -> Sample:
+            return Sample(str(index), *make_qa(random.Random(seed), size, asked, texts))
+
+        if needed_tokens(draw(len(asked.documents)), count_tokens) <= budget:
+            samples.append(
+                grow(draw, lambda sample: needed_tokens(sample, count_tokens), budget, len(asked.documents), len(texts))
+            )
+    if not samples and request.limit != 0:
+        raise ValueError(f"{task.name}: no question with its documents fits into {budget} tokens: raise the length")
+    return samples
