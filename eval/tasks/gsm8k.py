@@ -1,0 +1,44 @@
+"""GSM8K: the last sentence of a problem asked about the others."""
+
+from __future__ import annotations
+
+from kvzip_press.eval.tasks.base import HUB, Question, Request, Sample, Task
+from kvzip_press.eval.tasks.generation import token_counter
+from kvzip_press.eval.tasks.loading import Published, read_rows, wants_generated
+
+PUBLISHED = Published("openai/gsm8k", "test", ("question", "answer"), ("main/test*", "test*", "*"), name="main")
+NUM_CONTEXTS = 100
+MIN_CONTEXT_TOKENS = 72
+QUERY = (
+    "Reason and answer the question. "
+    "You must say the answer in the last sentence beginning with 'The answer is'. Q: {question}"
+)
+
+
+class Gsm8k(Task):
+    """The first 100 problems whose context has at least 72 tokens."""
+
+    name = "gsm8k"
+    family = "gsm8k"
+    sources = (HUB,)
+    instruction = "Given the context, answer to the following reasoning question."
+
+    def load(self, request: Request) -> list[Sample]:
+        """Return the first problems; each is named by its place in the data."""
+        wants_generated(self, request)
+        count_tokens = token_counter(self, request)
+        limit = NUM_CONTEXTS if request.limit is None else request.limit
+        samples: list[Sample] = []
+        for index, row in enumerate(read_rows(self.name, request.source, PUBLISHED)):
+            if len(samples) == limit:
+                break
+            *sentences, asked = row["question"].split(". ")
+            context = ". ".join(sentences).strip() + "."
+            if count_tokens(context) >= MIN_CONTEXT_TOKENS:
+                gold = row["answer"].split("####")[-1].strip()
+                question = Question(QUERY.format(question=asked.strip()), (gold,), "gsm", 512)
+                samples.append(Sample(str(index), context, (question,)))
+        return samples
+
+
+TASKS: list[Task] = [Gsm8k()]
