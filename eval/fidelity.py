@@ -16,14 +16,8 @@ from kvzip_press.eval.budget import fit_budget, kept_pairs, protected_length
 from kvzip_press.eval.essays import draw_passage, load_texts
 from kvzip_press.eval.presses import make_press, variants
 from kvzip_press.eval.report import Record, RecordLog, format_table, mean_and_error, provenance, write_report
+from kvzip_press.eval.tasks.fidelity import QUESTIONS
 
-QUESTIONS = [
-    "What is this text about?",
-    "What is the author's main argument?",
-    "Give an example that the author uses.",
-    "What does the author advise the reader to do?",
-    "Who or what does the author mention?",
-]
 COLUMNS = {
     "press": "",
     "ratio": ".2f",

@@ -1,0 +1,72 @@
+"""Any text and any questions, without right answers: how close a compressed cache stays to the full one."""
+
+from __future__ import annotations
+
+import random
+from itertools import chain
+from pathlib import Path
+
+from kvzip_press.eval.essays import load_texts, text_files
+from kvzip_press.eval.tasks.base import GENERATED, HUB, Question, Request, Sample, Task
+from kvzip_press.eval.tasks.generation import generate
+from kvzip_press.eval.tasks.loading import Published, read_rows, wants_generated
+
+# Measured by the runner along the full cache's own answers: no prediction can be judged alone.
+METRIC = "fidelity"
+QUESTIONS = (
+    "What is this text about?",
+    "What is the author's main argument?",
+    "Give an example that the author uses.",
+    "What does the author advise the reader to do?",
+    "Who or what does the author mention?",
+)
+LENGTH = 1000
+NUM_CONTEXTS = 12
+NEW_TOKENS = 24
+
+
+class Fidelity(Task):
+    """
+    Passages of the corpus with default questions, or your own texts with your own questions.
+
+    A folder or file of .txt files as the source gives one context a file; parquet or jsonl rows have a column `context`
+    and, where the default questions don't fit, one named `questions` with a list.
+    """
+
+    name = "fidelity"
+    family = "fidelity"
+    sources = (GENERATED, HUB)
+
+    def load(self, request: Request) -> list[Sample]:
+        """Return 12 passages of 1,000 tokens by default, or all own texts."""
+        if wants_generated(self, request):
+            return self._passages(request)
+        if request.source == HUB:
+            raise ValueError(f"{self.name} has no published data: give a folder or file of texts, or generate it")
+        path = Path(request.source)
+        if path.suffix == ".txt" or (path.is_dir() and any(path.glob("*.txt"))):
+            texts = [(file.stem, file.read_text(encoding="utf-8")) for file in text_files(path)]
+            return [Sample(name, text, _questions(QUESTIONS)) for name, text in texts[: request.limit]]
+        rows = read_rows(self.name, request.source, Published("", "", ("context",)))
+        chosen = rows.select(range(len(rows))[: request.limit])
+        return [
+            Sample(str(i), row["context"], _questions(row.get("questions") or QUESTIONS))
+            for i, row in enumerate(chosen)
+        ]
+
+    def _passages(self, request: Request) -> list[Sample]:
+        sentences = list(chain.from_iterable(load_texts(request.corpus)))
+
+        def make(rng: random.Random, size: int) -> tuple[str, tuple[Question, ...]]:
+            start = rng.randrange(len(sentences))
+            passage = [sentences[(start + i) % len(sentences)] for i in range(size)]
+            return " ".join(passage), _questions(QUESTIONS)
+
+        return generate(self, request, make, length=LENGTH, number=NUM_CONTEXTS)
+
+
+def _questions(texts: tuple[str, ...] | list[str]) -> tuple[Question, ...]:
+    return tuple(Question(text, (), METRIC, NEW_TOKENS) for text in texts)
+
+
+TASKS: list[Task] = [Fidelity()]

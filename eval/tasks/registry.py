@@ -1,0 +1,64 @@
+"""All tasks by name. A family's name stands for all its tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+from kvzip_press.eval.tasks import fidelity, gsm8k, niah, privacy, ruler, scbench, squad
+from kvzip_press.eval.tasks.base import Task
+
+TASKS: dict[str, Task] = {
+    task.name: task
+    for family in (
+        ruler.TASKS,
+        niah.TASKS,
+        scbench.TASKS,
+        squad.TASKS,
+        gsm8k.TASKS,
+        privacy.TASKS,
+        fidelity.TASKS,
+    )
+    for task in family
+}
+
+
+def families() -> dict[str, list[Task]]:
+    """Return the tasks of each family."""
+    grouped: dict[str, list[Task]] = {}
+    for task in TASKS.values():
+        grouped.setdefault(task.family, []).append(task)
+    return grouped
+
+
+def get_tasks(names: Iterable[str]) -> list[Task]:
+    """
+    Return tasks by name.
+
+    Parameters
+    ----------
+    names : Iterable[str]
+        Names of tasks and of families.
+
+    Returns
+    -------
+    list of Task
+        Each once, in the order of the names.
+
+    Raises
+    ------
+    ValueError
+        If there is no such task or family; near names are given.
+    """
+    by_family = families()
+    found: dict[str, Task] = {}
+    for name in names:
+        if name in TASKS:
+            found[name] = TASKS[name]
+        elif name in by_family:
+            found |= {task.name: task for task in by_family[name]}
+        else:
+            known = [*by_family, *TASKS]
+            near = get_close_matches(name, known, n=5) or [task for task in known if name in task] or list(by_family)
+            raise ValueError(f"unknown task {name!r}: did you mean {', '.join(near)}?")
+    return list(found.values())

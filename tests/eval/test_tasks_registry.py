@@ -1,0 +1,93 @@
+import re
+from pathlib import Path
+
+import pytest
+from task_helpers import build_word_tokenizer
+
+from kvzip_press.eval.metrics import METRICS
+from kvzip_press.eval.tasks.base import GENERATED, HUB, Request, Task
+from kvzip_press.eval.tasks.registry import TASKS, families, get_tasks
+
+ROOT = Path(__file__).resolve().parents[2]
+RULER = (
+    "niah_single_1 niah_single_2 niah_single_3 niah_multikey_1 niah_multikey_2 niah_multikey_3 niah_multivalue "
+    "niah_multiquery vt cwe fwe qa_1 qa_2"
+).split()
+SCBENCH = "kv prefix_suffix vt mf many_shot summary qa_eng choice_eng repoqa repoqa_and_kv summary_with_needles".split()
+
+
+def test_a_family_stands_for_its_tasks():
+    assert [task.name for task in get_tasks(["ruler"])] == [f"ruler_{name}" for name in RULER]
+    assert [task.name for task in get_tasks(["scbench"])] == [f"scbench_{name}" for name in SCBENCH]
+    tiny = [f"scbench_{name}_tiny" for name in SCBENCH if name not in ("qa_eng", "choice_eng")]
+    assert [task.name for task in get_tasks(["scbench_tiny"])] == tiny
+    assert [task.name for task in get_tasks(["privacy"])] == ["privacy_refusal", "privacy_leak"]
+    assert set(families()) == {
+        *("ruler", "niah", "squad", "gsm8k", "privacy", "fidelity"),
+        *(f"scbench{size}" for size in ("", "_tiny", "_short", "_mid")),
+    }
+
+
+def test_tasks_come_once_and_in_the_order_asked_for():
+    names = [task.name for task in get_tasks(["squad", "privacy", "squad", "privacy_leak", "niah"])]
+    assert names == ["squad", "privacy_refusal", "privacy_leak", "niah"]
+
+
+@pytest.mark.parametrize(
+    ("name", "near"), [("rular", "ruler"), ("ruler_cve", "ruler_cwe"), ("scbench_kv_tinny", "scbench_kv_tiny")]
+)
+def test_unknown_names_list_near_ones(name, near):
+    with pytest.raises(ValueError, match=rf"unknown task '{name}': did you mean .*{near}"):
+        get_tasks(["niah", name])
+
+
+def test_a_name_like_no_other_lists_the_families():
+    with pytest.raises(ValueError, match="did you mean ruler, niah, scbench"):
+        get_tasks(["hellaswag"])
+
+
+def test_every_task_says_what_it_is():
+    for name, task in TASKS.items():
+        assert isinstance(task, Task)
+        assert task.name == name and task.family and task.version >= 1 and task.__doc__
+        assert task.sources and set(task.sources) <= {GENERATED, HUB}
+        assert task.instruction.endswith(".")
+    assert TASKS["gsm8k"].instruction == "Given the context, answer to the following reasoning question."
+    assert TASKS["squad"].instruction == (
+        "Given the context, answer to the following question or request without explanation."
+    )
+    assert [name for name, task in TASKS.items() if task.imitation] == [
+        f"scbench_prefix_suffix{size}" for size in ("", "_tiny", "_short", "_mid")
+    ]
+
+
+@pytest.mark.parametrize("name", [name for name, task in TASKS.items() if GENERATED not in task.sources])
+def test_what_cannot_be_generated_says_so(name):
+    with pytest.raises(ValueError, match=f"{name} can't be generated: read it from 'hub' or from a local folder"):
+        TASKS[name].load(Request())
+
+
+@pytest.mark.parametrize("name", [name for name, task in TASKS.items() if HUB not in task.sources])
+def test_what_is_not_published_says_so(name):
+    with pytest.raises(ValueError, match=f"{name} can only be generated"):
+        TASKS[name].load(Request(source="hub"))
+
+
+def test_the_example_of_the_contribution_guide_works():
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    section = text[text.index("## Adding a task") :]
+    code = re.search(r"```python\n(.*?)```", section, re.DOTALL).group(1)
+    names: dict = {}
+    exec(compile(code, "CONTRIBUTING.md", "exec"), names)
+    (task,) = names["TASKS"]
+    assert task.name not in TASKS
+
+    request = Request(limit=3, length=400, tokenizer=build_word_tokenizer())
+    samples = task.load(request)
+    assert samples == task.load(request) and len({sample.context for sample in samples}) == 3
+    for sample in samples:
+        for question in sample.questions:
+            metric = METRICS[question.metric]
+            assert metric(f"It is {question.answers[0]}.", question).value == 1
+            assert metric("I don't know.", question).value == 0
+            assert sample.context.count(question.answers[0]) == 1
