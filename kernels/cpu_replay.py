@@ -8,7 +8,7 @@ from .cpu_softmax import ColumnScores
 from .replay_parts import gather_scored, gathered_columns, merge_rest, over_group
 
 # Float32 numbers of one block of logits: larger blocks fall out of the caches, smaller ones make thin products
-_BLOCK_ELEMENTS = 1 << 21
+_BLOCK_ELEMENTS = 3 << 19
 _MIN_BLOCK_ROWS = 16
 
 
