@@ -77,16 +77,16 @@ _DECODE_KINDS = {torch.float32: "float32", torch.bfloat16: "16-bit", torch.float
 # By kind, head_dim up to, and query rows up to (the most also serve more, in several tiles): for each of ARCHITECTURES
 # the keys of a tile, num_warps, num_stages and the blocks that an SM then holds. Tests compile all of them.
 _DECODE = {
-    ("float32", 64, 8): ((32, 8, 2, 4), (32, 8, 2, 4), (32, 8, 2, 5)),
-    ("float32", 64, 32): ((32, 8, 2, 3), (32, 8, 2, 3), (32, 8, 2, 3)),
+    ("float32", 64, 8): ((32, 8, 2, 4), (32, 8, 2, 4), (32, 8, 2, 4)),
+    ("float32", 64, 16): ((32, 8, 3, 4), (32, 8, 3, 2), (32, 8, 3, 4)),
     ("float32", 128, 8): ((32, 8, 2, 4), (32, 8, 2, 2), (32, 8, 2, 4)),
-    ("float32", 128, 32): ((32, 8, 2, 2), (32, 8, 2, 1), (32, 8, 2, 2)),
-    ("float32", 256, 8): ((16, 8, 2, 3), (16, 8, 2, 2), (16, 8, 2, 4)),
-    ("float32", 256, 32): ((16, 8, 2, 1), (16, 8, 2, 1), (16, 8, 2, 1)),
+    ("float32", 128, 16): ((32, 8, 3, 2), (32, 8, 3, 1), (32, 8, 3, 3)),
+    ("float32", 256, 8): ((16, 8, 2, 3), (16, 8, 2, 2), (16, 8, 2, 3)),
+    ("float32", 256, 16): ((16, 8, 2, 3), (16, 8, 2, 1), (16, 8, 2, 3)),
     ("16-bit", 64, 16): ((64, 4, 3, 4), (64, 4, 3, 2), (64, 4, 3, 6)),
     ("16-bit", 64, 64): ((64, 4, 3, 2), (64, 4, 3, 2), (64, 4, 3, 3)),
     ("16-bit", 128, 16): ((64, 4, 3, 2), (64, 4, 2, 2), (64, 4, 3, 3)),
-    ("16-bit", 128, 64): ((64, 4, 2, 2), (64, 4, 2, 1), (64, 4, 3, 2)),
+    ("16-bit", 128, 64): ((64, 4, 2, 2), (64, 8, 2, 1), (64, 4, 3, 2)),
     ("16-bit", 256, 16): ((32, 4, 3, 2), (32, 4, 2, 2), (32, 4, 3, 3)),
     ("16-bit", 256, 64): ((32, 8, 2, 1), (32, 8, 2, 1), (32, 8, 2, 1)),
     ("int8", 64, 8): ((64, 2, 3, 8), (64, 2, 3, 5), (64, 2, 3, 8)),
@@ -162,7 +162,7 @@ class ReplayConfig:
     blocks_per_sm: int
 
 
-# By kernel, kind and head_dim up to: block_m, block_n, num_warps, num_stages and blocks_per_sm on each of ARCHITECTURES.
+# By kernel, kind and head_dim up to: block_m, block_n, num_warps, num_stages, blocks_per_sm on each of ARCHITECTURES.
 # The attention keeps block_m rows and walks over keys, the scores keep block_n keys and walk over rows; with a soft-cap
 # or a window, which take registers, the blocks walked over are half as long.
 _REPLAY = {
@@ -179,21 +179,16 @@ _REPLAY = {
     ("scores", "16-bit", 128): ((64, 128, 4, 3, 2), (64, 128, 4, 2, 2), (128, 128, 4, 2, 2)),
     ("scores", "16-bit", 256): ((64, 128, 8, 3, 1), (64, 64, 8, 2, 1), (128, 128, 8, 2, 1)),
 }
+REPLAY_CONFIGS = {
+    (*key, arch): ReplayConfig(*entry)
+    for key, entries in _REPLAY.items()
+    for arch, entry in zip(ARCHITECTURES, entries, strict=True)
+}
 
 
-def replay_configs() -> dict[tuple[str, str, int, int], ReplayConfig]:
-    """Every launch configuration of the replay's kernels, by kernel, kind, head_dim and architecture."""
-    return {
-        (*key, arch): ReplayConfig(*entry)
-        for key, entries in _REPLAY.items()
-        for arch, entry in zip(ARCHITECTURES, entries, strict=True)
-    }
-
-
-@lru_cache
 def replay_config(kernel: str, kind: str, head_dim: int, arch: int) -> ReplayConfig:
     """
-    The launch configuration of a kernel of the replay.
+    The launch configuration of a kernel of the replay, as :data:`REPLAY_CONFIGS` has it now.
 
     Parameters
     ----------
@@ -206,5 +201,5 @@ def replay_config(kernel: str, kind: str, head_dim: int, arch: int) -> ReplayCon
     arch : int
         One of :data:`ARCHITECTURES`.
     """
-    padded = min(size for name, _, size in _REPLAY if name == kernel and size >= head_dim)
-    return ReplayConfig(*_REPLAY[kernel, kind, padded][ARCHITECTURES.index(arch)])
+    padded = min(size for _, _, size, _ in REPLAY_CONFIGS if size >= head_dim)
+    return REPLAY_CONFIGS[kernel, kind, padded, arch]

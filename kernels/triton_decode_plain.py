@@ -11,7 +11,7 @@ from .triton_config import INTERPRETED, DecodeConfig
 
 _DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 _MIN_BLOCK_D = 16  # smallest depth of a matrix product
-_MASKED_BLOCK_N = 32  # the addresses of a wider tile of a mask take more registers than there are
+_MASKED_BLOCK_N = 16  # a wider tile of a mask takes more registers than there are
 
 
 @triton.jit
@@ -116,17 +116,19 @@ def _attend_kernel(
     if in_tail:
         segment = (item - num_items) // tail_splits
         first = (item - num_items) % tail_splits * tail_chunk
-        last = tl.minimum(first + tail_chunk, tail_len)
+        length = tl.minimum(tail_chunk, tail_len - first)
     else:
         segment = tl.load(items + item * 4)
         first = tl.load(items + item * 4 + 1)
-        last = tl.load(items + item * 4 + 2)
+        length = tl.load(items + item * 4 + 2) - first
     batch = (segment // num_kv_heads).to(tl.int64)
     kv_head = (segment % num_kv_heads).to(tl.int64)
-    key = tl.where(in_tail, tail_key + batch * tail_key_batch + kv_head * tail_key_head, key)
-    value = tl.where(in_tail, tail_value + batch * tail_value_batch + kv_head * tail_value_head, value)
-    key_token = tl.where(in_tail, tail_key_token, key_token)
-    value_token = tl.where(in_tail, tail_value_token, value_token)
+    first = first.to(tl.int64)
+    # Selected, not assigned in the branches: older compilers then still see that rows are aligned
+    keys = tl.where(in_tail, tail_key + batch * tail_key_batch + kv_head * tail_key_head, key)
+    values = tl.where(in_tail, tail_value + batch * tail_value_batch + kv_head * tail_value_head, value)
+    key_stride = tl.where(in_tail, tail_key_token, key_token).to(tl.int64)
+    value_stride = tl.where(in_tail, tail_value_token, value_token).to(tl.int64)
 
     rows = program % row_tiles * BLOCK_M + tl.arange(0, BLOCK_M)
     is_row = rows < num_rows
@@ -136,26 +138,24 @@ def _attend_kernel(
     offs_v = tl.arange(0, BLOCK_VALUE_D)
     offs_n = tl.arange(0, BLOCK_N)
     query_rows = query + batch * query_batch + head * query_head + token * query_token
-    q = tl.load(query_rows[:, None] + offs_d[None, :], mask=is_row[:, None] & (offs_d < D)[None, :], other=0.0).to(
-        DTYPE
-    )  # [BLOCK_M, BLOCK_D]
-    key_tile = key + offs_n.to(tl.int64)[:, None] * key_token + offs_d[None, :]
-    value_tile = value + offs_n.to(tl.int64)[:, None] * value_token + offs_v[None, :]
+    in_query = is_row[:, None] & (offs_d < D)[None, :]
+    q = tl.load(query_rows[:, None] + offs_d[None, :], mask=in_query, other=0.0).to(DTYPE)  # [BLOCK_M, BLOCK_D]
+    key_tile = keys + (first + offs_n)[:, None] * key_stride + offs_d[None, :]
+    value_tile = values + (first + offs_n)[:, None] * value_stride + offs_v[None, :]
     if HAS_MASK:
         mask_rows = batch * mask_batch + head * mask_head + token * mask_token
-        mask_tile = mask + mask_rows[:, None] + (offs_n * mask_key)[None, :]
+        mask_tile = mask + mask_rows[:, None] + ((first + offs_n) * mask_key)[None, :]
 
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     # Summed over the keys after the loop: a sum across warps in each turn would cost two barriers
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_VALUE_D], tl.float32)
-    for start in range(first, last, BLOCK_N):
-        is_key = start + offs_n < last
+    for start in range(0, length, BLOCK_N):
+        is_key = start + offs_n < length
         at = tl.cast(start, tl.int64)
-        k = tl.load(key_tile + at * key_token, mask=is_key[:, None] & (offs_d < D)[None, :], other=0.0).to(
-            DTYPE
-        )  # [BLOCK_N, BLOCK_D]
-        logits = dot(q, tl.trans(k), tl.zeros([BLOCK_M, BLOCK_N], tl.float32), UPCAST)
+        in_keys = is_key[:, None] & (offs_d < D)[None, :]
+        k = tl.load(key_tile + at * key_stride, mask=in_keys, other=0.0)  # [BLOCK_N, BLOCK_D]
+        logits = dot(q, tl.trans(k.to(DTYPE)), tl.zeros([BLOCK_M, BLOCK_N], tl.float32), UPCAST)
         logits = log2_logits(logits, factor, cap, HAS_CAP)
         visible = is_key[None, :]
         if HAS_MASK:
@@ -168,10 +168,9 @@ def _attend_kernel(
         decay = tl.exp2(peak - shift)
         peak = new_peak
         total = total * decay[:, None] + weights
-        v = tl.load(value_tile + at * value_token, mask=is_key[:, None] & (offs_v < VALUE_D)[None, :], other=0.0).to(
-            DTYPE
-        )  # [BLOCK_N, BLOCK_VALUE_D]
-        acc = dot(rounded(weights, DTYPE, UPCAST), v, acc * decay[:, None], UPCAST)
+        in_values = is_key[:, None] & (offs_v < VALUE_D)[None, :]
+        v = tl.load(value_tile + at * value_stride, mask=in_values, other=0.0)  # [BLOCK_N, BLOCK_VALUE_D]
+        acc = dot(rounded(weights, DTYPE, UPCAST), v.to(DTYPE), acc * decay[:, None], UPCAST)
 
     sums = tl.sum(total, 1)
     seen = sums > 0

@@ -8,152 +8,9 @@ import triton.language as tl
 
 from .quantization import KEY_BLOCK, VALUE_GROUP, QuantizedKeys, QuantizedValues
 from .split_k import Split
+from .triton_codes import center, channels, halves, key_codes, key_offset, value_codes, value_offset
 from .triton_config import INTERPRETED, DecodeConfig
 from .triton_decode_plain import dot, log2_logits, rounded
-
-# A unit is 16 bits of a row of codes: two codes of 8 bits, or four of 4. Part `t` of a tile of units is what bits
-# `t * bits` to `(t + 1) * bits` hold, a matrix of half or a quarter of the channels: they are multiplied part by part.
-
-
-@triton.jit
-def _channels(units, part: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr):
-    """Channel that a part of a unit holds: see ``pack_codes``."""
-    if BITS == 8:
-        return 2 * units + part
-    else:
-        return 2 * units + part // 2 + part % 2 * (D // 2)
-
-
-@triton.jit
-def _plain_codes(units, part: tl.constexpr, BITS: tl.constexpr):
-    return ((units.to(tl.uint16, bitcast=True) >> (part * BITS)) & ((1 << BITS) - 1)).to(tl.float32)
-
-
-@triton.jit
-def _key_offset(part: tl.constexpr, BITS: tl.constexpr):
-    """What :func:`_key_codes` adds to the codes of a part."""
-    return 64.0 if BITS == 4 and part % 2 == 1 else 1024.0
-
-
-@triton.jit
-def _key_codes(units, BITS: tl.constexpr, UPCAST: tl.constexpr):
-    """
-    Codes of each part as float16, plus :func:`_key_offset`.
-
-    A code set into the lowest bits of 1024 gives 1024 + code, one at bits 4 to 7 of 64 gives 64 + code: one
-    instruction for two codes.
-    """
-    if UPCAST:
-        parts = ()
-        for part in tl.static_range(16 // BITS):
-            parts = parts + (_plain_codes(units, part, BITS) + _key_offset(part, BITS),)
-        return parts
-    elif BITS == 8:
-        return tl.inline_asm_elementwise(
-            """
-            prmt.b32 $0, $2, 0x64646464, 0x4240;
-            prmt.b32 $1, $2, 0x64646464, 0x4341;
-            """,
-            "=&r,=&r,r",
-            [units],
-            dtype=(tl.float16, tl.float16),
-            is_pure=True,
-            pack=2,
-        )
-    else:
-        return tl.inline_asm_elementwise(
-            """{
-            .reg .b32 high;
-            shr.u32 high, $4, 8;
-            lop3.b32 $0, $4, 0x000f000f, 0x64006400, 0xea;
-            lop3.b32 $1, $4, 0x00f000f0, 0x54005400, 0xea;
-            lop3.b32 $2, high, 0x000f000f, 0x64006400, 0xea;
-            lop3.b32 $3, high, 0x00f000f0, 0x54005400, 0xea;
-            }""",
-            "=&r,=&r,=&r,=&r,r",
-            [units],
-            dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
-            is_pure=True,
-            pack=2,
-        )
-
-
-@triton.jit
-def _value_offset(BITS: tl.constexpr):
-    """What :func:`_value_codes` adds to the codes."""
-    return 128.0 if BITS == 4 else -128.0
-
-
-@triton.jit
-def _value_codes(units, BITS: tl.constexpr, UPCAST: tl.constexpr):
-    """
-    Codes of each part as bfloat16, plus :func:`_value_offset`.
-
-    4 bits are set into the lowest bits of 128. Of 8 bits only 7 fit: without the highest they give 128 + code, from
-    which 128 is taken where that bit is set and 256 where it is not.
-    """
-    if UPCAST:
-        parts = ()
-        for part in tl.static_range(16 // BITS):
-            parts = parts + (_plain_codes(units, part, BITS) + _value_offset(BITS),)
-        return parts
-    elif BITS == 8:
-        return tl.inline_asm_elementwise(
-            """{
-            .reg .b32 high, less, one;
-            mov.b32 one, 0x3f803f80;
-            shr.u32 high, $2, 8;
-            lop3.b32 $0, $2, 0x007f007f, 0x43004300, 0xea;
-            lop3.b32 less, $2, 0x00800080, 0xc300c300, 0xae;
-            fma.rn.bf16x2 $0, $0, one, less;
-            lop3.b32 $1, high, 0x007f007f, 0x43004300, 0xea;
-            lop3.b32 less, high, 0x00800080, 0xc300c300, 0xae;
-            fma.rn.bf16x2 $1, $1, one, less;
-            }""",
-            "=&r,=&r,r",
-            [units],
-            dtype=(tl.bfloat16, tl.bfloat16),
-            is_pure=True,
-            pack=2,
-        )
-    else:
-        return tl.inline_asm_elementwise(
-            """{
-            .reg .b32 shifted;
-            lop3.b32 $0, $4, 0x000f000f, 0x43004300, 0xea;
-            shr.u32 shifted, $4, 4;
-            lop3.b32 $1, shifted, 0x000f000f, 0x43004300, 0xea;
-            shr.u32 shifted, $4, 8;
-            lop3.b32 $2, shifted, 0x000f000f, 0x43004300, 0xea;
-            shr.u32 shifted, $4, 12;
-            lop3.b32 $3, shifted, 0x000f000f, 0x43004300, 0xea;
-            }""",
-            "=&r,=&r,=&r,=&r,r",
-            [units],
-            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
-            is_pure=True,
-            pack=2,
-        )
-
-
-@triton.jit
-def _center(BITS: tl.constexpr):
-    """
-    Code in the middle of all, to which scaled queries and weights are applied.
-
-    They are rounded to 16 bits: the nearer to 0 what they multiply, the smaller the error. The rest,
-    ``minimum + center * scale``, is multiplied in float32.
-    """
-    return 128.0 if BITS == 8 else 8.0
-
-
-@triton.jit
-def _halves(words):
-    """The two float16 numbers that a 32-bit word holds, as float32."""
-    words = words.to(tl.uint32, bitcast=True)
-    low = (words & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True)
-    high = (words >> 16).to(tl.uint16).to(tl.float16, bitcast=True)
-    return low.to(tl.float32), high.to(tl.float32)
 
 
 @triton.jit
@@ -173,10 +30,10 @@ def _load_key_words(words, block, D: tl.constexpr, BLOCK_U: tl.constexpr, BITS: 
 def _key_numbers(words, BITS: tl.constexpr):
     """Scales (or minima) of each part, float32."""
     if BITS == 8:
-        return _halves(words[0])
+        return halves(words[0])
     else:
-        low_even, low_odd = _halves(words[0])
-        high_even, high_odd = _halves(words[1])
+        low_even, low_odd = halves(words[0])
+        high_even, high_odd = halves(words[1])
         return low_even, high_even, low_odd, high_odd
 
 
@@ -199,7 +56,7 @@ def _value_numbers(words, GROUPS: tl.constexpr):
         numbers = (words[0].to(tl.float32),)
     else:
         for word in tl.static_range(GROUPS // 2):
-            numbers = numbers + _halves(words[word])
+            numbers = numbers + halves(words[word])
     return numbers
 
 
@@ -266,7 +123,7 @@ def _attend_quantized_kernel(
     largest = tl.zeros([BLOCK_M], tl.float32)
     for part in tl.static_range(KEY_PARTS):
         q = tl.load(
-            query_rows[:, None] + _channels(units, part, D, KEY_BITS)[None, :],
+            query_rows[:, None] + channels(units, part, D, KEY_BITS)[None, :],
             mask=is_row[:, None] & (units < KEY_UNITS)[None, :],
             other=0.0,
         ).to(tl.float32)  # [BLOCK_M, BLOCK_U]
@@ -302,15 +159,15 @@ def _attend_quantized_kernel(
             mask=is_key[:, None] & (units < KEY_UNITS)[None, :],
             other=0,
         )  # [BLOCK_N, BLOCK_U]
-        codes = _key_codes(k, KEY_BITS, UPCAST)
+        codes = key_codes(k, KEY_BITS, UPCAST)
         scales = _key_numbers(key_scale_words, KEY_BITS)
         key_minima = _key_numbers(key_minimum_words, KEY_BITS)
         products = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
         constant = tl.zeros([BLOCK_M, BLOCK_U], tl.float32)  # what a query adds to all products of the block
         for part in tl.static_range(KEY_PARTS):
             scaled = (queries[part] * scales[part][None, :]).to(tl.float16)
-            constant += queries[part] * (key_minima[part] + _center(KEY_BITS) * scales[part])[None, :]
-            constant -= scaled.to(tl.float32) * (_key_offset(part, KEY_BITS) + _center(KEY_BITS))
+            constant += queries[part] * (key_minima[part] + center(KEY_BITS) * scales[part])[None, :]
+            constant -= scaled.to(tl.float32) * (key_offset(part, KEY_BITS) + center(KEY_BITS))
             products = dot(codes[part], tl.trans(scaled), products, UPCAST)
         products += tl.sum(constant, 1)[None, :]
         logits = log2_logits(products, factors[None, :], cap, HAS_CAP)
@@ -329,10 +186,10 @@ def _attend_quantized_kernel(
         for part in tl.static_range(GROUPS):
             scaled = rounded(weights * scales[part][:, None], tl.bfloat16, UPCAST)
             scaled_weights = scaled_weights + (scaled,)
-            centers = value_minima[part] + _center(VALUE_BITS) * scales[part]
+            centers = value_minima[part] + center(VALUE_BITS) * scales[part]
             added = minima[part] * decay + weights * centers[:, None]
             if VALUE_BITS == 4:
-                added -= scaled.to(tl.float32) * (_value_offset(VALUE_BITS) + _center(VALUE_BITS))
+                added -= scaled.to(tl.float32) * (value_offset(VALUE_BITS) + center(VALUE_BITS))
             new_minima = new_minima + (added,)
         minima = new_minima
         new_acc = ()
@@ -342,11 +199,11 @@ def _attend_quantized_kernel(
                 mask=is_key[None, :] & (column * BLOCK_VALUE_U + value_units < VALUE_UNITS)[:, None],
                 other=0,
             )  # [BLOCK_VALUE_U, BLOCK_N]
-            value_codes = _value_codes(v, VALUE_BITS, UPCAST)
+            codes = value_codes(v, VALUE_BITS, UPCAST)
             for part in tl.static_range(VALUE_PARTS):
                 of_group = scaled_weights[column + (part % 2 * (GROUPS // 2) if VALUE_BITS == 4 else 0)]
                 old = acc[column * VALUE_PARTS + part] * decay
-                new_acc = new_acc + (dot(value_codes[part], of_group, old, UPCAST),)
+                new_acc = new_acc + (dot(codes[part], of_group, old, UPCAST),)
         acc = new_acc
         block += 1
         if start + BLOCK_N < last:
@@ -364,7 +221,7 @@ def _attend_quantized_kernel(
         for part in tl.static_range(VALUE_PARTS):
             of_group = minima[column + (part % 2 * (GROUPS // 2) if VALUE_BITS == 4 else 0)]
             tl.store(
-                partial + out_rows[None, :] * VALUE_D + _channels(in_column, part, VALUE_D, VALUE_BITS)[:, None],
+                partial + out_rows[None, :] * VALUE_D + channels(in_column, part, VALUE_D, VALUE_BITS)[:, None],
                 (acc[column * VALUE_PARTS + part] + tl.sum(of_group, 0)[None, :]) / sums[None, :],
                 mask=is_row[None, :] & (in_column < VALUE_UNITS)[:, None],
             )

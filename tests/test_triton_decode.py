@@ -7,10 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from packaging.version import Version
 
 from kvzip_press.kernels.quantization import KEY_BLOCK
 from kvzip_press.kernels.segments import Segments
@@ -21,9 +23,11 @@ CPU = torch.device("cpu")
 
 def test_results_in_the_interpreter(tmp_path):
     """Every check of ``triton_decode_checks.py``: the interpreter must be chosen before the kernels are imported."""
-    pytest.importorskip("triton", reason="the extra 'gpu' is not installed")
+    triton = pytest.importorskip("triton", reason="the extra 'gpu' is not installed")
+    if Version(triton.__version__) < Version("3.7") and Version(np.__version__) >= Version("2.4"):
+        pytest.skip(f"the interpreter of triton {triton.__version__} fails with numpy {np.__version__}")
     checks = Path(__file__).with_name("triton_decode_checks.py")
-    # Two operations that NumPy would run in many threads are smaller than starting them
+    # The matrix products are smaller than what it takes to start threads for them
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "pytest", str(checks), "--noconftest", "-q", "-p", "no:cacheprovider"]
     run = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
@@ -81,3 +85,63 @@ def test_work_lists_are_made_once():
     segments = Segments(torch.tensor([0, 500]))
     choice = {"step": KEY_BLOCK, "limit": 4, "min_length": 128}
     assert work_list(segments, CPU, **choice) is work_list(segments, CPU, **choice)
+
+
+def run_assembly(text: str, inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """What the instructions of the conversions do, by the PTX manual, on 32-bit words."""
+
+    def bfloat16_halves(word):
+        return [part.astype(np.uint32).view(np.float32) for part in (word << 16, word & 0xFFFF0000)]
+
+    def fma(a, b, c):
+        low, high = (x * y + z for x, y, z in zip(*map(bfloat16_halves, (a, b, c)), strict=True))
+        low, high = low.view(np.uint32), high.view(np.uint32)
+        assert not ((low | high) & 0xFFFF).any()  # exact in bfloat16
+        return (low >> 16) | high
+
+    def prmt(a, b, selector):
+        both = [(word >> (8 * byte)) & 0xFF for word in (a, b) for byte in range(4)]
+        return sum(both[int(selector) >> (4 * byte) & 0xF] << (8 * byte) for byte in range(4))
+
+    def lop3(a, b, c, table):
+        result = a & 0
+        for entry in range(8):
+            if int(table) >> entry & 1:
+                terms = (x if entry >> bit & 1 else ~x for x, bit in ((a, 2), (b, 1), (c, 0)))
+                result = result | np.bitwise_and.reduce(np.broadcast_arrays(*terms))
+        return result
+
+    operations = {
+        "mov.b32": lambda a: a,
+        "shr.u32": lambda a, count: a >> count,
+        "lop3.b32": lop3,
+        "prmt.b32": prmt,
+        "fma.rn.bf16x2": fma,
+    }
+    registers = dict(inputs)
+    for line in filter(None, (line.strip() for line in text.strip("{} \n").split(";"))):
+        if line.startswith(".reg"):
+            continue
+        name, operands = line.split(maxsplit=1)
+        target, *sources = (operand.strip() for operand in operands.split(","))
+        values = [registers[s] if s in registers else np.uint32(int(s, 0)) for s in sources]
+        registers[target] = operations[name](*values) + np.zeros_like(next(iter(inputs.values())))
+    return registers
+
+
+@pytest.mark.parametrize("of_keys", [True, False])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_codes_become_numbers(bits, of_keys):
+    """The interpreter runs no assembly: here it is run on every possible unit, in both halves of a word."""
+    codes = pytest.importorskip("kvzip_press.kernels.triton_codes", reason="the extra 'gpu' is not installed")
+    name = f"{'KEY' if of_keys else 'VALUE'}_CODES_{bits}"
+    parts = 16 // bits
+    units = np.arange(1 << 16, dtype=np.uint32), np.arange(1 << 16, dtype=np.uint32)[::-1]
+    registers = run_assembly(getattr(codes, name).value, {f"${parts}": units[0] | units[1] << 16})
+    for part in range(parts):
+        offset = codes.key_offset.fn(part, bits) if of_keys else codes.value_offset.fn(bits)
+        for half, unit in enumerate(units):
+            word = registers[f"${part}"] >> (16 * half) & 0xFFFF
+            numbers = word.astype(np.uint16).view(np.float16) if of_keys else (word << 16).view(np.float32)
+            expected = (unit >> (part * bits)) & ((1 << bits) - 1)
+            np.testing.assert_array_equal(numbers.astype(np.float64), expected + offset)

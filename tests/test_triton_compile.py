@@ -1,0 +1,237 @@
+"""Every Triton kernel, compiled ahead of time in every configuration of the tables: nothing may leave the registers."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton", reason="the extra 'gpu' is not installed")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("kernels are compiled in a process without TRITON_INTERPRET", allow_module_level=True)
+
+from kvzip_press.kernels import triton_decode, triton_replay, triton_scores  # noqa: E402
+from kvzip_press.kernels.quantization import quantize_keys, quantize_values  # noqa: E402
+from kvzip_press.kernels.segments import Segments  # noqa: E402
+from kvzip_press.kernels.triton_compile import Resources, _kind, compile_kernel  # noqa: E402
+from kvzip_press.kernels.triton_config import REPLAY_CONFIGS, decode_configs  # noqa: E402
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel, and what it was launched with."""
+
+    kernel: Any
+    arguments: dict[str, Any]
+    num_warps: int
+    num_stages: int
+
+    def compile(self, capability: int) -> Resources:
+        resources = compile_kernel(
+            self.kernel, self.arguments, capability=capability, num_warps=self.num_warps, num_stages=self.num_stages
+        )
+        print(f"{self.kernel.__name__}: {resources}")
+        return resources
+
+
+@pytest.fixture
+def launches(monkeypatch) -> list[Launch]:
+    """What the host wrappers launch is written down instead."""
+    written: list[Launch] = []
+
+    def write(kernel, *arguments, grid, warmup, num_warps=4, num_stages=3, **constants):
+        names = (parameter.name for parameter in kernel.params)
+        written.append(Launch(kernel, dict(zip(names, arguments, strict=False)) | constants, num_warps, num_stages))
+
+    monkeypatch.setattr(triton.JITFunction, "run", write)
+    return written
+
+
+def decode(monkeypatch, kind: str, head_dim: int, rows: int, arch: int, *, masked: bool = False, context: int = 500):
+    """A decode step's launches as on a GPU: the tensors are only looked at."""
+    monkeypatch.setattr(triton_decode, "_check", lambda *_: None)
+    monkeypatch.setattr(triton_decode, "architecture", lambda _: arch)
+    monkeypatch.setattr(triton_decode, "multiprocessors", lambda _: 108)
+    dtype = torch.float32 if kind == "float32" else torch.bfloat16
+    segments = Segments(torch.tensor([0, context, context + 40]))
+    key = value = torch.zeros(segments.total, head_dim, dtype=dtype)
+    if kind.startswith("int"):
+        key, value = quantize_keys(key, segments, int(kind[3:])), quantize_values(value, int(kind[3:]))
+    query = torch.zeros(1, 2 * rows, 1, head_dim, dtype=dtype)
+    tail = torch.zeros(1, 2, 48, head_dim, dtype=dtype)
+    mask = torch.ones(1, 1, 1, 48, dtype=torch.bool) if masked else None
+    triton_decode.decode_attention(
+        query,
+        key,
+        value,
+        segments,
+        softmax_scale=1.0,
+        softcap=30.0 if masked else None,
+        tail=(tail, tail),
+        tail_mask=mask,
+    )
+
+
+def table(kinds: tuple[str, ...]) -> list[Any]:
+    """Configurations of the decode kernel; those for 99 KiB of shared memory where they differ from A100's."""
+    configs = decode_configs()
+    return [
+        pytest.param(*key, id="-".join(map(str, key)))
+        for key, config in configs.items()
+        if key[0] in kinds and (key[3] != 86 or config != configs[(*key[:3], 80)])
+    ]
+
+
+@pytest.mark.parametrize("kind, head_dim, rows, arch", table(("float32", "16-bit", "int8", "int4")))
+def test_decode(kind, head_dim, rows, arch, launches, monkeypatch):
+    decode(monkeypatch, kind, head_dim, rows, arch)
+    resources = launches[0].compile(arch)
+    assert resources.fits, resources
+    assert resources.blocks_per_sm >= decode_configs()[kind, head_dim, rows, arch].blocks_per_sm
+
+
+@pytest.mark.parametrize("kind, head_dim, rows, arch", table(("float32", "16-bit")))
+def test_decode_with_a_masked_tail_and_softcap(kind, head_dim, rows, arch, launches, monkeypatch):
+    decode(monkeypatch, kind, head_dim, rows, arch, masked=True)
+    assert [launch.arguments["HAS_MASK"] for launch in launches[:-1]] == [False, True]
+    resources = launches[1].compile(arch)
+    assert resources.fits, resources
+
+
+@pytest.mark.parametrize("head_dim", [64, 256])
+@pytest.mark.parametrize("context", [500, 20000])
+@pytest.mark.parametrize("arch", [80, 90])
+def test_decode_combines(head_dim, context, arch, launches, monkeypatch):
+    decode(monkeypatch, "16-bit", head_dim, 4, arch, context=context)
+    resources = launches[-1].compile(arch)
+    assert resources.fits, resources
+
+
+@pytest.mark.parametrize("kind, count", [("16-bit", 2), ("int4", 3)])
+def test_a_decode_step_takes_few_launches(kind, count, launches, monkeypatch):
+    decode(monkeypatch, kind, 128, 4, 90)
+    assert len(launches) == count
+
+
+def replay(
+    monkeypatch,
+    kind: str,
+    head_dim: int,
+    arch: int,
+    *,
+    group: int = 4,
+    q_len: int = 300,
+    context_len: int = 700,
+    columns: tuple[int, int, int] = (5, 20, 640),
+    attention: bool = True,
+    weighted: bool = False,
+    **options: Any,
+):
+    """The launches of a replayed layer as on a GPU: the tensors, laid out as in a model, are only looked at."""
+    for module in (triton_replay, triton_scores):
+        monkeypatch.setattr(module, "architecture", lambda _: arch)
+    monkeypatch.setattr(triton_replay, "_check", lambda *_: None)
+    monkeypatch.setattr(triton_scores, "multiprocessors", lambda _: 132)
+    dtype = torch.float32 if kind == "float32" else torch.bfloat16
+    query = torch.zeros(1, q_len, 2 * group, head_dim, dtype=dtype).transpose(1, 2)
+    own = torch.zeros(1, q_len, 2, head_dim, dtype=dtype).transpose(1, 2)
+    context = torch.zeros(1, 2, context_len + 100, head_dim, dtype=dtype)[:, :, :context_len]
+    anchor, start, end = columns
+    options |= {"anchor": anchor, "start": start, "end": end, "softmax_scale": 0.1}
+    if weighted:
+        options |= {"row_weight": torch.ones(1, q_len), "column_weight": torch.ones(1, 2, group, end - start)}
+    if attention:
+        triton_replay.replay_attention(query, own, own, context, context, local=False, **options)
+    else:
+        triton_replay.replay_scores(query, own, context, **options)
+
+
+# Those for 99 KiB of shared memory where they differ from A100's
+REPLAY_TABLE = [
+    pytest.param(*key, id="-".join(map(str, key)))
+    for key, config in REPLAY_CONFIGS.items()
+    if key[3] != 86 or config != REPLAY_CONFIGS[(*key[:3], 80)]
+]
+REPLAY_ATTENTION = [entry for entry in REPLAY_TABLE if entry.values[0] == "attention"]
+REPLAY_SCORES = [entry for entry in REPLAY_TABLE if entry.values[0] == "scores"]
+EVERYTHING = {"softcap": 30.0, "window": 500}
+
+
+@pytest.mark.parametrize("kernel, kind, head_dim, arch", REPLAY_ATTENTION)
+def test_replay_attention(kernel, kind, head_dim, arch, launches, monkeypatch):
+    """Plain, with a soft-cap and a window, and the log-sum-exp alone."""
+    replay(monkeypatch, kind, head_dim, arch)
+    replay(monkeypatch, kind, head_dim, arch, **EVERYTHING)
+    replay(monkeypatch, kind, head_dim, arch, attention=False)
+    for launch in launches[::2]:
+        assert launch.kernel is triton_replay.attention_kernel
+        resources = launch.compile(arch)
+        assert resources.fits, resources
+        assert resources.blocks_per_sm >= REPLAY_CONFIGS[kernel, kind, head_dim, arch].blocks_per_sm
+
+
+@pytest.mark.parametrize("kernel, kind, head_dim, arch", REPLAY_SCORES)
+def test_replay_scores(kernel, kind, head_dim, arch, launches, monkeypatch):
+    """The reductions that models and presses use most, and one with all there is."""
+    replay(monkeypatch, kind, head_dim, arch, reduction="max")
+    replay(monkeypatch, kind, head_dim, arch, reduction="logit")
+    replay(monkeypatch, kind, head_dim, arch, reduction="sum_of_squares", weighted=True, **EVERYTHING)
+    for launch in launches[1::2]:
+        assert launch.kernel is triton_scores.scores_kernel
+        resources = launch.compile(arch)
+        assert resources.fits, resources
+        if not launch.arguments["HAS_WINDOW"]:
+            assert resources.blocks_per_sm >= REPLAY_CONFIGS[kernel, kind, head_dim, arch].blocks_per_sm
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("group, head_dim", [(3, 64), (1, 80), (7, 128)])
+def test_replay_of_other_models(group, head_dim, arch, launches, monkeypatch):
+    """Groups that divide no block, and head sizes that fill none."""
+    replay(monkeypatch, "16-bit", head_dim, arch, group=group)
+    replay(monkeypatch, "16-bit", head_dim, arch, group=group, weighted=True, reduction="max")
+    for launch in (*launches[:2], launches[3]):
+        resources = launch.compile(arch)
+        assert resources.fits, resources
+
+
+def test_replay_moves_tiles_by_tensor_core_and_wide_copies(launches, monkeypatch):
+    """A layout that the compiler cannot follow would fall back to narrow loads, or shuffle between the warps."""
+    replay(monkeypatch, "16-bit", 128, 90)
+    attention, scores = (launch.compile(90) for launch in launches)
+    for resources in (attention, scores):
+        assert resources.count("HGMMA") and resources.count("LDGSTS.E.BYPASS.128")
+        assert not resources.count("LDGSTS.E.BYPASS.64") and not resources.count("HMMA")
+    # The maximum over the rows crosses lanes once a block of columns, not once a tile
+    assert scores.count("SHFL") <= 8
+
+
+def test_replay_is_not_compiled_again_for_another_length(launches, monkeypatch):
+    """Lengths that are 1, or divisible by 16, are no special case."""
+    lengths = [(300, 700, (5, 20, 640)), (1, 1, (0, 0, 1)), (16, 32, (16, 16, 32)), (33, 4096, (1, 2, 4095))]
+    kinds = []
+    for q_len, context_len, columns in lengths:
+        replay(monkeypatch, "16-bit", 128, 90, q_len=q_len, context_len=context_len, columns=columns, window=50)
+        kinds.append(
+            [
+                {
+                    parameter.name: value if parameter.is_constexpr else _kind(value, parameter)
+                    for parameter in launch.kernel.params
+                    for value in [launch.arguments[parameter.name]]
+                }
+                for launch in launches
+            ]
+        )
+        launches.clear()
+    assert all(kind == kinds[0] for kind in kinds)
+
+
+def test_replay_takes_few_launches(launches, monkeypatch):
+    replay(monkeypatch, "16-bit", 128, 90)
+    assert [launch.kernel for launch in launches] == [triton_replay.attention_kernel, triton_scores.scores_kernel]
+    launches.clear()
+    replay(monkeypatch, "16-bit", 128, 90, attention=False, reduction="logit")
+    assert [launch.kernel for launch in launches] == [triton_scores.scores_kernel]
