@@ -1,3 +1,4 @@
+# mypy: disable-error-code="no-untyped-def,assignment"
 """
 Codes of 8 and 4 bits as operands of a matrix product, in about one instruction a code.
 

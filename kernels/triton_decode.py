@@ -1,3 +1,4 @@
+# mypy: disable-error-code="no-untyped-def"
 """Decoding from ragged keys on a GPU: split-K attention over packed pairs and the tail, merged by log-sum-exp."""
 
 from __future__ import annotations
@@ -155,19 +156,20 @@ def decode_attention(
     plain_kind = decode_kind(torch.promote_types(query.dtype, packed_key.dtype))
     plain_config = decode_config(plain_kind, wide, num_rows, arch)
     with torch.cuda.device_of(query):  # a kernel runs on the current GPU
-        if isinstance(packed_key, QuantizedKeys) and isinstance(packed_value, QuantizedValues):
-            kind = "int8" if 8 in (packed_key.bits, packed_value.bits) else "int4"
-            config = config or decode_config(kind, wide, num_rows, arch)
-            split = _split(segments, query, value_dim, tail_len, config)
-            attend_quantized(query, packed_key, packed_value, split, factor=factor, cap=cap, config=config)
-            packed = None
-        else:
+        packed = None
+        if isinstance(packed_key, torch.Tensor) and isinstance(packed_value, torch.Tensor):
             plain_config = config or plain_config
             split = _split(segments, query, value_dim, tail_len, plain_config)
             packed = (_unit_last_stride(packed_key), _unit_last_stride(packed_value))
             if tail_mask is not None:
                 attend(query, packed, None, None, split, factor=factor, cap=cap, config=plain_config)
                 packed = None
+        else:
+            assert isinstance(packed_key, QuantizedKeys) and isinstance(packed_value, QuantizedValues)
+            kind = "int8" if 8 in (packed_key.bits, packed_value.bits) else "int4"
+            config = config or decode_config(kind, wide, num_rows, arch)
+            split = _split(segments, query, value_dim, tail_len, config)
+            attend_quantized(query, packed_key, packed_value, split, factor=factor, cap=cap, config=config)
         attend(query, packed, tail, tail_mask, split, factor=factor, cap=cap, config=plain_config)
         return _combine(split, query, value_dim)
 

@@ -1,3 +1,4 @@
+# mypy: disable-error-code="no-untyped-def,assignment"
 """Split-K attention over packed keys and values and the dense tail after them, one partial result an item."""
 
 from __future__ import annotations
@@ -227,9 +228,13 @@ def attend(
     num_programs = (last_item - first_item) * row_tiles
     if num_programs == 0:
         return
-    # A tensor that no item reads stands in for one that is absent
-    key, value = packed or (tensor[0, 0] for tensor in tail)
-    tail_key, tail_value = tail or (tensor[None, None] for tensor in packed)
+    # In the place of absent pairs any will do: no item reads them
+    if packed is None:
+        assert tail is not None
+        packed = (tail[0][0, 0], tail[1][0, 0])
+    elif tail is None:
+        tail = (packed[0][None, None], packed[1][None, None])
+    (key, value), (tail_key, tail_value) = packed, tail
     head_dim, value_dim = key.shape[-1], value.shape[-1]
     _attend_kernel[(num_programs,)](
         query,

@@ -1,3 +1,4 @@
+# mypy: disable-error-code="no-untyped-def,assignment,var-annotated"
 """Split-K attention over packed keys and values in 8 or 4 bits, dequantised in registers."""
 
 from __future__ import annotations
