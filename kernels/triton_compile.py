@@ -115,9 +115,9 @@ def compile_kernel(
         The kernel, imported in a process without ``TRITON_INTERPRET``.
     arguments : Mapping[str, Any]
         Every parameter by its name. What a launch takes (a tensor on any device, an int, a float, a bool, None) is
-        specialised by the launcher's rules: a tensor's address and an int that is not excluded by
-        ``do_not_specialize`` are known to be divisible by 16 where they are, an int of 1 is a constant. A string names
-        a type instead: ``"*bf16"``, ``"i32"``; with ``":16"`` after it, divisible by 16.
+        specialised by the launcher's rules: unless excluded by ``do_not_specialize``, a tensor's address and an int are
+        known to be divisible by 16 where they are, and an int of 1 is a constant. A string names a type instead:
+        ``"*bf16"``, ``"i32"``; with ``":16"`` after it, divisible by 16.
     capability : int
         80, 86, 89 or 90.
     num_warps, num_stages : int
@@ -173,7 +173,8 @@ def _kind(value: Any, parameter: Any) -> tuple[str, bool]:
     if value is None:
         return "constexpr", False
     if isinstance(value, torch.Tensor):
-        return _POINTERS[value.dtype], value.storage_offset() * value.element_size() % 16 == 0
+        aligned = value.storage_offset() * value.element_size() % 16 == 0
+        return _POINTERS[value.dtype], aligned and not parameter.do_not_specialize
     if isinstance(value, bool):
         return "i1", False
     if isinstance(value, float):

@@ -51,6 +51,7 @@ def dot(a, b, acc, UPCAST: tl.constexpr):
 
 @triton.jit(
     do_not_specialize=[
+        "mask",
         "first_item",
         "num_items",
         "num_rows",

@@ -36,6 +36,15 @@ class Launch:
         print(f"{self.kernel.__name__}: {resources}")
         return resources
 
+    @property
+    def specialization(self) -> dict[str, Any]:
+        """What is compiled anew when it changes: constants, and types with what is known of divisibility."""
+        arguments = {parameter.name: (parameter, self.arguments[parameter.name]) for parameter in self.kernel.params}
+        return {
+            name: value if parameter.is_constexpr else _kind(value, parameter)
+            for name, (parameter, value) in arguments.items()
+        }
+
 
 @pytest.fixture
 def launches(monkeypatch) -> list[Launch]:
@@ -50,8 +59,18 @@ def launches(monkeypatch) -> list[Launch]:
     return written
 
 
-def decode(monkeypatch, kind: str, head_dim: int, rows: int, arch: int, *, masked: bool = False, context: int = 500):
-    """A decode step's launches as on a GPU: the tensors are only looked at."""
+def decode(
+    monkeypatch,
+    kind: str,
+    head_dim: int,
+    rows: int,
+    arch: int,
+    *,
+    masked: bool = False,
+    context: int = 500,
+    tail_len: int = 48,
+):
+    """A decode step's launches as on a GPU: the tensors, among them a tail in its buffer, are only looked at."""
     monkeypatch.setattr(triton_decode, "_check", lambda *_: None)
     monkeypatch.setattr(triton_decode, "architecture", lambda _: arch)
     monkeypatch.setattr(triton_decode, "multiprocessors", lambda _: 108)
@@ -61,8 +80,8 @@ def decode(monkeypatch, kind: str, head_dim: int, rows: int, arch: int, *, maske
     if kind.startswith("int"):
         key, value = quantize_keys(key, segments, int(kind[3:])), quantize_values(value, int(kind[3:]))
     query = torch.zeros(1, 2 * rows, 1, head_dim, dtype=dtype)
-    tail = torch.zeros(1, 2, 48, head_dim, dtype=dtype)
-    mask = torch.ones(1, 1, 1, 48, dtype=torch.bool) if masked else None
+    tail = torch.zeros(1, 2, 64, head_dim, dtype=dtype)[:, :, :tail_len]
+    mask = torch.ones(1, 1, 1, 99, dtype=torch.bool)[..., -tail_len:] if masked else None
     triton_decode.decode_attention(
         query,
         key,
@@ -108,6 +127,18 @@ def test_decode_combines(head_dim, context, arch, launches, monkeypatch):
     decode(monkeypatch, "16-bit", head_dim, 4, arch, context=context)
     resources = launches[-1].compile(arch)
     assert resources.fits, resources
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("kind", ["16-bit", "int4"])
+def test_decode_is_not_compiled_again_as_the_tail_grows(kind, masked, launches, monkeypatch):
+    """Lengths that are 1, or divisible by 16, are no special case."""
+    kinds = []
+    for tail_len in (1, 7, 16, 33, 48):
+        decode(monkeypatch, kind, 80, 4, 90, masked=masked, tail_len=tail_len)
+        kinds.append([launch.specialization for launch in launches])
+        launches.clear()
+    assert all(kind == kinds[0] for kind in kinds)
 
 
 @pytest.mark.parametrize("kind, count", [("16-bit", 2), ("int4", 3)])
@@ -215,16 +246,7 @@ def test_replay_is_not_compiled_again_for_another_length(launches, monkeypatch):
     kinds = []
     for q_len, context_len, columns in lengths:
         replay(monkeypatch, "16-bit", 128, 90, q_len=q_len, context_len=context_len, columns=columns, window=50)
-        kinds.append(
-            [
-                {
-                    parameter.name: value if parameter.is_constexpr else _kind(value, parameter)
-                    for parameter in launch.kernel.params
-                    for value in [launch.arguments[parameter.name]]
-                }
-                for launch in launches
-            ]
-        )
+        kinds.append([launch.specialization for launch in launches])
         launches.clear()
     assert all(kind == kinds[0] for kind in kinds)
 
