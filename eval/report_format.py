@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvzip_press.eval.report_cells import FULL
@@ -41,14 +41,15 @@ class Table:
 
 
 def markdown(title: str, tables: Sequence[Table]) -> str:
-    """A document of all tables, a heading where the section changes."""
+    """A document of all tables, a heading where the section changes; a note that several share is said once."""
     parts = [f"# {_escape(title)}"]
-    section = ""
+    section = note = ""
     for table in tables:
         if table.section != section:
-            section = table.section
+            section, note = table.section, ""
             parts.append(f"## {_escape(section)}")
-        parts.append(table.markdown())
+        parts.append((table if table.note != note else replace(table, note="")).markdown())
+        note = table.note
     return "\n\n".join(parts) + "\n"
 
 

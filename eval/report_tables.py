@@ -12,6 +12,7 @@ from kvzip_press.eval.report_parts import part_tables
 from kvzip_press.eval.report_summary import SHARE, Summary, held_to, title_of
 
 MEBIBYTE = 2**20
+MACHINE = ("device", "dtype", "attention")
 # Ends the names of what the cells would have taken one by one, in the counts of a sweep.
 ALONE = "_alone"
 
@@ -147,7 +148,7 @@ def provenance_facts(summary: Summary, run: Mapping[str, Any]) -> list[str]:
     """Device, amount, commit and date in a few words each."""
     commits, times = _found(summary, "commit"), _found(summary, "time")
     return [
-        *(str(run[name]) for name in ("device", "dtype", "attention") if run.get(name)),
+        *(text for name in MACHINE for text in ([str(run[name])] if run.get(name) else _found(summary, name))),
         _counted(len(summary.tasks), "task", "tasks"),
         _counted(sum(press != FULL for press in summary.presses), "press", "presses"),
         _counted(len(summary.records), "record", "records"),

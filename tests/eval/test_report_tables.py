@@ -5,7 +5,7 @@ from report_records import record
 
 from kvzip_press.eval.report_format import Table, markdown
 from kvzip_press.eval.report_summary import held_to, summarise
-from kvzip_press.eval.report_tables import all_tables
+from kvzip_press.eval.report_tables import all_tables, provenance_facts
 from kvzip_press.eval.statistics import relative_score
 
 
@@ -196,7 +196,14 @@ def test_what_the_sweep_saved():
 def test_markdown_of_a_table():
     table = Table("Part", "Title", ("press", "0.3"), [("a|b", "<b>")], note="About\nit.")
     text = markdown("Name", [table, table])
-    assert text.count("## Part\n") == 1
+    assert text.count("## Part\n") == text.count("About it.") == 1 and text.count("### Title") == 2
     assert text.startswith(
         "# Name\n\n## Part\n\n### Title\n\nAbout it.\n\n| press | 0.3 |\n| --- | ---: |\n| a\\|b | &lt;b> |\n"
     )
+
+
+def test_the_machine_is_known_without_a_note_of_the_run():
+    summary = summarise([record("one", "0", "full", 1.0, [1], device="cuda")])
+    facts = ["cuda", "float32", "sdpa", "1 task", "0 presses", "1 record", "commit 0123456789", "2026-11-30"]
+    assert provenance_facts(summary, {}) == facts
+    assert provenance_facts(summary, {"device": "NVIDIA H200"})[:2] == ["NVIDIA H200", "float32"]
