@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from typing import Any
@@ -17,6 +17,7 @@ from kvzip_press.eval.chat import Chat, OpenedContext
 from kvzip_press.eval.fidelity import answer_logprobs, compare
 from kvzip_press.eval.identity import Identifier, RunIdentity, Unit, key_of
 from kvzip_press.eval.metrics import Score, metric_of
+from kvzip_press.eval.presses import check_press, make_press
 from kvzip_press.eval.report import Record
 from kvzip_press.eval.results import sha256
 from kvzip_press.eval.sweep import ContextSweep, Effort, PressFailure, SweptCache, Variant, plain_nbytes
@@ -91,6 +92,27 @@ class LocalEngine:
         self.commit = commit
         self.effort = Effort()
         self._identifier = Identifier(identity, tokenizer, head_scores)
+
+    def check(self, names: Sequence[str]) -> None:
+        """
+        Refuse presses that can't run, before any work.
+
+        Raises
+        ------
+        ValueError
+            With the press and the reason.
+        """
+        for name in names:
+            try:
+                press = make_press(
+                    name, 0.5, self.tokenizer, head_scores=self.head_scores, backend=self.identity.backend
+                )
+                check_press(press, self.model)
+            except ValueError as error:
+                raise ValueError(f"press {name}: {error}") from error
+
+    def close(self) -> None:
+        """Nothing to stop."""
 
     def run(self, units: Iterable[Unit]) -> Iterator[Record]:
         """Measure units, one after another."""

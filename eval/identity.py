@@ -149,7 +149,7 @@ class Identifier:
     def __init__(self, run: RunIdentity, tokenizer: Any, head_scores: Any = None) -> None:
         self.run = run
         self.tokenizer = tokenizer
-        self._head_scores = head_scores
+        self.head_scores = head_scores
         self._presses: dict[str, dict[str, Any]] = {}
 
     def identity(self, unit: Unit, variant: Variant) -> dict[str, Any]:
@@ -177,7 +177,7 @@ class Identifier:
 
     def _press(self, name: str) -> dict[str, Any]:
         if name not in self._presses:
-            press = make_press(name, 0.5, self.tokenizer, head_scores=self._head_scores)
+            press = make_press(name, 0.5, self.tokenizer, head_scores=self.head_scores)
             described: dict[str, Any] = {"parameters": press_parameters(press)}
             if PRESSES[name].eager:
                 described["press_attention"] = "eager"

@@ -29,15 +29,15 @@ class PressOptions:
 
     Parameters
     ----------
-    tokenizer : PreTrainedTokenizerBase
-        The model's.
+    tokenizer : PreTrainedTokenizerBase, optional
+        The model's; loaded by the model's name where it is not given.
     head_scores : HeadScores, optional
         For the level of whole heads.
     backend : str
         Kernels, see :class:`kvzip_press.KVzipPress`.
     """
 
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: PreTrainedTokenizerBase | None
     head_scores: HeadScores | None = None
     backend: str = "auto"
 
@@ -147,7 +147,7 @@ PRESSES: dict[str, PressKind] = {
 def make_press(
     name: str,
     ratio: float,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: PreTrainedTokenizerBase | None,
     *,
     head_scores: HeadScores | None = None,
     backend: str = "auto",

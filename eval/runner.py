@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -85,6 +85,12 @@ class Engine(Protocol):
 
     effort: Effort
 
+    def check(self, names: Sequence[str]) -> None:
+        """Refuse presses that can't run."""
+
+    def close(self) -> None:
+        """Stop what was started."""
+
     def run(self, units: Iterable[Unit]) -> Iterator[Record]:
         """Yield each record when it is finished."""
 
@@ -112,7 +118,7 @@ class Outcome:
 
 
 def load_samples(
-    tasks: Iterable[tuple[Task, bool]], grid: Grid, tokenizer: Any
+    tasks: Iterable[tuple[Task, bool]], grid: Grid, tokenizer: Any, *, progress: bool = True
 ) -> tuple[list[tuple[Task, int | None, Sample]], dict[str, str]]:
     """
     Load the samples of all tasks at all lengths.
@@ -125,6 +131,8 @@ def load_samples(
         Which samples are wanted.
     tokenizer : PreTrainedTokenizerBase
         Measures generated contexts.
+    progress : bool
+        Show a progress bar.
 
     Returns
     -------
@@ -139,7 +147,7 @@ def load_samples(
     samples: list[tuple[Task, int | None, Sample]] = []
     left_out = {}
     wanted = [(task, named, length) for task, named in tasks for length in grid.lengths]
-    for task, named, length in tqdm(wanted, desc="samples", unit="task", leave=False):
+    for task, named, length in tqdm(wanted, desc="samples", unit="task", leave=False, disable=not progress):
         request = Request(grid.source, grid.limit, length, grid.seed, tokenizer, grid.corpus)
         try:
             loaded = task.load(request)
@@ -198,46 +206,47 @@ def _shortened(sample: Sample, max_new_tokens: int | None) -> Sample:
     return replace(sample, questions=tuple(questions))
 
 
-def run_grid(
-    tasks: Iterable[tuple[Task, bool]],
-    grid: Grid,
+def run_grids(
+    wanted: Sequence[tuple[Sequence[tuple[Task, bool]], Grid]],
     log: SampleLog,
     identifier: Identifier,
-    engine: Callable[[], Engine],
+    engine: Engine,
     *,
     progress: bool = True,
 ) -> Outcome:
     """
-    Measure what of a grid is not finished yet.
+    Measure what of some grids is not finished yet.
 
     Parameters
     ----------
-    tasks : iterable of tuple
-        See :func:`load_samples`.
-    grid : Grid
-        What is wanted.
+    wanted : sequence of tuple
+        Tasks, as for :func:`load_samples`, each with their grid.
     log : SampleLog
         Where records are found and appended.
     identifier : Identifier
         Knows the records of this run.
-    engine : callable
-        Makes the engine; called only if there is something to measure.
+    engine : Engine
+        Measures.
     progress : bool
         Show progress bars, with the time left.
     """
-    samples, left_out = load_samples(tasks, grid, identifier.tokenizer)
-    units = make_units(samples, grid)
+    units: list[Unit] = []
+    left_out: dict[str, str] = {}
+    for tasks, grid in wanted:
+        samples, missing = load_samples(tasks, grid, identifier.tokenizer, progress=progress)
+        units += make_units(samples, grid)
+        left_out |= missing
     keys = [[key_of(identifier.identity(unit, variant)) for variant in unit.variants] for unit in units]
     judged = sum(_judge_anew(log, identifier, unit) for unit in units)
     pending = [
-        replace(unit, variants=missing)
+        replace(unit, variants=unfinished)
         for unit, of_unit in zip(units, keys, strict=True)
-        if (missing := tuple(v for v, key in zip(unit.variants, of_unit, strict=True) if key not in log))
+        if (unfinished := tuple(v for v, key in zip(unit.variants, of_unit, strict=True) if key not in log))
     ]
     number = sum(len(unit.variants) for unit in pending)
     if number:
         with tqdm(total=number, desc="evaluation", unit="cell", smoothing=0, disable=not progress) as bar:
-            for record in engine().run(pending):
+            for record in engine.run(pending):
                 log.add(record)
                 bar.set_postfix_str(f"{record['task']} {record['press']} {record['ratio']:g}", refresh=False)
                 bar.update()

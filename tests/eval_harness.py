@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from kvzip_press.eval.engine_local import LocalEngine
 from kvzip_press.eval.identity import Identifier, RunIdentity
 from kvzip_press.eval.results import SampleLog
-from kvzip_press.eval.runner import Grid, Outcome, run_grid
+from kvzip_press.eval.runner import Grid, Outcome, run_grids
 from kvzip_press.eval.tasks.base import Question, Request, Sample, Task
 
 TEMPLATE = (
@@ -119,4 +119,4 @@ class EvaluationRun:
         parameters = {"presses": ("full", "kvzip"), "ratios": (0.3, 0.6), **grid}
         self.log = SampleLog(self.folder)
         wanted = [(task, True) for task in tasks or (ToyTask(),)]
-        return run_grid(wanted, Grid(**parameters), self.log, identifier, lambda: self.engine, progress=False)
+        return run_grids([(wanted, Grid(**parameters))], self.log, identifier, self.engine, progress=False)

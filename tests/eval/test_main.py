@@ -1,0 +1,190 @@
+import json
+import subprocess
+import sys
+
+import pytest
+from eval_harness import ToyTask
+
+from kvzip_press.eval import budget, chat, demo, identity, main_parser, metrics, sweep
+from kvzip_press.eval.main import COMMANDS, main
+from kvzip_press.eval.presses import PRESSES
+from kvzip_press.eval.results import read_records, read_run
+from kvzip_press.eval.tasks import registry
+
+
+@pytest.fixture
+def toys(monkeypatch):
+    """Toy tasks under names of their own."""
+    tasks = {name: ToyTask(name) for name in ("toy_a", "toy_b")}
+    for name, task in tasks.items():
+        monkeypatch.setitem(registry.TASKS, name, task)
+    return tasks
+
+
+@pytest.fixture
+def evaluate(toys, toy_dir, tmp_path, capsys):
+    """Runs the command on the toy model, and gives its status and what it printed."""
+
+    def run(*arguments):
+        status = main([str(argument) for argument in arguments])
+        return status, capsys.readouterr()
+
+    run.results = tmp_path / "results"
+    run.model = ["--model", toy_dir, "-o", run.results, "--quiet"]
+    return run
+
+
+def test_run_measures_prints_tables_and_goes_on(evaluate):
+    command = ["run", "--tasks", "toys", "--presses", "full", "kvzip", "snapkv", "--ratios", 0.3, 0.5, "--limit", 2]
+    status, printed = evaluate(*command, *evaluate.model)
+    assert status == 0
+    lines = printed.out.splitlines()
+    assert any(line.split()[:3] == ["toy_a", "kvzip", "0.3"] for line in lines)
+    assert "Score divided by the full cache's" in printed.out or "of full" in printed.out
+    # Four contexts: one prefill for the full cache and ours, one for each ratio of SnapKV; one replay for both ratios
+    assert "20 cells measured, 0 found finished" in printed.out
+    assert "12 prefills and 4 replays; one by one it would have been 20 and 8" in printed.out
+    assert len(read_records(evaluate.results)) == 20
+    run = read_run(evaluate.results)
+    assert run["arguments"]["tasks"] == ["toys"] and run["arguments"]["limit"] == 2
+    assert run["versions"]["kvpress"] == "0.5.5"
+    assert run["model"] == read_records(evaluate.results)[0]["model"]
+    assert run["saved"] == {"prefills": 12, "replays": 4, "prefills_alone": 20, "replays_alone": 8}
+
+    status, printed = evaluate(*command, *evaluate.model)
+    assert "0 cells measured, 20 found finished" in printed.out
+    assert read_run(evaluate.results)["saved"] == run["saved"]
+
+
+def test_hyphens_in_task_names_are_underscores(evaluate):
+    status, _ = evaluate("run", "--tasks", "toy-b", "--presses", "full", "--limit", 1, *evaluate.model)
+    assert status == 0
+    assert {record["task"] for record in read_records(evaluate.results)} == {"toy_b"}
+
+
+def test_an_interrupted_run_keeps_its_records_and_its_counts(evaluate, monkeypatch):
+    from kvzip_press.eval.results import SampleLog
+
+    add = SampleLog.add
+
+    def interrupted(self, record):
+        add(self, record)
+        if len(self) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(SampleLog, "add", interrupted)
+    status, printed = evaluate("run", "--tasks", "toys", *evaluate.model)
+    assert status == 130
+    assert "the same command goes on where it was" in printed.err
+    assert len(read_records(evaluate.results)) == 2
+    assert read_run(evaluate.results)["saved"]["prefills"] == 1
+
+
+def test_rescore_judges_in_place_or_elsewhere(evaluate, tmp_path):
+    evaluate("run", "--tasks", "toy_a", "--presses", "full", "--limit", 2, *evaluate.model)
+    before = read_records(evaluate.results)
+    status, printed = evaluate("rescore", evaluate.results, "--scorer", "official", "-o", tmp_path / "other")
+    assert status == 0 and "toy_a" in printed.out
+    assert read_records(evaluate.results) == before
+    others = read_records(tmp_path / "other")
+    assert [record["scorer"] for record in others] == ["official"] * 2
+    assert read_run(tmp_path / "other")["model"] == read_run(evaluate.results)["model"]
+    assert {record["key"] for record in others}.isdisjoint(record["key"] for record in before)
+    evaluate("rescore", evaluate.results, "--scorer", "official")
+    assert [record["key"] for record in read_records(evaluate.results)] == [record["key"] for record in others]
+    # A saved answer that was edited is judged as it now stands
+    lines = (evaluate.results / "samples.jsonl").read_text().splitlines()
+    record = json.loads(lines[0])
+    for question in record["questions"]:
+        question["prediction"] = f"surely {question['answers'][0]}"
+    (evaluate.results / "samples.jsonl").write_text(json.dumps(record) + "\n")
+    evaluate("rescore", evaluate.results)
+    assert read_records(evaluate.results)[0]["score"] == 1
+
+
+def test_report_is_made_by_the_report_module(evaluate, monkeypatch, tmp_path):
+    report_page = pytest.importorskip("kvzip_press.eval.report_page")
+    monkeypatch.setattr(report_page, "write_report", lambda results, out: [out / "report.html"])
+    status, printed = evaluate("report", evaluate.results, "-o", tmp_path)
+    assert (status, printed.out) == (0, f"{tmp_path / 'report.html'}\n")
+
+
+def test_the_demo_measures_its_grid_by_the_cheap_sweep_and_reports(evaluate, monkeypatch):
+    report_page = pytest.importorskip("kvzip_press.eval.report_page")
+    monkeypatch.setattr(report_page, "write_report", lambda results, out: [results / "report.html"])
+    assert {task.family for task, _ in demo.demo_grids()[0][0]} == {"ruler"}
+    monkeypatch.setattr(demo, "PARTS", (("toy_a", None, 1), ("toy_b", None, 2)))
+    status, printed = evaluate("demo", *evaluate.model)
+    assert status == 0
+    assert "57 cells measured" in printed.out
+    assert "27 prefills and 3 replays; one by one it would have been 57 and 27" in printed.out
+    assert printed.out.endswith(f"{evaluate.results / 'report.html'}\n")
+    cells = {(record["press"], record["ratio"]) for record in read_records(evaluate.results)}
+    assert {("full", 1.0), ("kvzip", 0.1), ("kvzip", 1.0), ("snapkv", 0.3), ("observed-attention", 0.5)} <= cells
+    assert len(cells) == 19
+
+
+def test_lists(evaluate):
+    _, printed = evaluate("tasks")
+    assert all(name in printed.out for name in registry.TASKS)
+    _, printed = evaluate("presses")
+    assert [line.split()[0] for line in printed.out.splitlines()[1:]] == list(PRESSES)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--tasks", "toys", "--presses", "snapkw"], "unknown press 'snapkw': did you mean snapkv"),
+        (["--tasks", "ruller"], "unknown task 'ruller': did you mean ruler"),
+        (["--tasks", "toys", "--presses", "kvzip-head"], "press kvzip-head: kvzip-head needs head scores"),
+        (["--tasks", "toys", "--presses", "duo-attention"], "press duo-attention: duo-attention has no pattern"),
+        (["--tasks", "toys", "--attention", "eager"], "press kvzip:"),
+        (["--tasks", "toys", "--head-scores", "missing.safetensors"], "missing.safetensors"),
+        (["--tasks", "toys", "--backend", "nonsense"], "backend"),
+        (["--tasks", "toys", "--address", "auto"], "--address and --workers are for --engine ray"),
+        (["--tasks", "scbench_kv", "--source", "nowhere"], "nowhere"),
+    ],
+)
+def test_errors_are_one_line_with_value_and_remedy_and_come_before_any_work(evaluate, arguments, message):
+    status, printed = evaluate("run", *arguments, *evaluate.model)
+    assert status == 2
+    assert printed.err.startswith("kvzip-eval: error: ") and message in printed.err
+    assert len(printed.err.strip().splitlines()) == 1
+    assert not (evaluate.results / "samples.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["run"], "--tasks"),
+        (["run", "--tasks", "toys", "-o", "x", "--ratios", "1.5"], "must be in (0, 1], got 1.5"),
+        (["run", "--tasks", "toys", "-o", "x", "--ratios", "half"], "'half' is not a number"),
+        (["run", "--tasks", "toys", "-o", "x", "--limit", "0"], "must be at least 1, got 0"),
+        (["run", "--tasks", "toys", "-o", "x", "--shard", "3/2"], "one of 1/2 to 2/2, got 3/2"),
+        (["run", "--tasks", "toys", "-o", "x", "--shard", "3"], "written I/N, as in 1/4, got '3'"),
+        (["nonsense"], "invalid choice: 'nonsense'"),
+    ],
+)
+def test_wrong_arguments_end_with_status_2_and_a_line(capsys, arguments, message):
+    with pytest.raises(SystemExit, match="2"):
+        main(arguments)
+    printed = capsys.readouterr().err
+    assert message in printed and len(printed.splitlines()) == 1
+
+
+def test_help_does_not_load_torch():
+    code = (
+        "import sys\nfrom kvzip_press.eval.main import main\n"
+        "try: main(['run', '--help'])\nexcept SystemExit: pass\n"
+        "assert 'torch' not in sys.modules and 'pandas' not in sys.modules"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
+
+
+def test_choices_are_those_of_the_code():
+    assert main_parser.PROTOCOLS == identity.PROTOCOLS
+    assert main_parser.PROMPTS == chat.STYLES
+    assert main_parser.SCORERS == metrics.SCORERS
+    assert main_parser.BUDGETS == sweep.BUDGETS
+    assert COMMANDS.keys() == main_parser._ADDED.keys()
+    assert budget.N_SINK == 4
