@@ -166,8 +166,8 @@ class ReplayConfig:
 # The attention keeps block_m rows and walks over keys, the scores keep block_n keys and walk over rows; with a soft-cap
 # or a window, which take registers, the blocks walked over are half as long.
 _REPLAY = {
-    ("attention", "float32", 64): ((64, 32, 8, 2, 1), (64, 32, 8, 2, 1), (64, 32, 8, 2, 1)),
-    ("attention", "float32", 128): ((64, 32, 8, 2, 1), (64, 32, 8, 2, 1), (64, 32, 8, 2, 1)),
+    ("attention", "float32", 64): ((64, 64, 8, 3, 2), (64, 64, 8, 3, 2), (64, 64, 8, 3, 2)),
+    ("attention", "float32", 128): ((64, 32, 8, 3, 1), (64, 32, 8, 3, 1), (64, 32, 8, 3, 1)),
     ("attention", "float32", 256): ((64, 32, 8, 2, 1), (64, 32, 8, 2, 1), (64, 32, 8, 2, 1)),
     ("attention", "16-bit", 64): ((128, 64, 4, 3, 2), (128, 64, 4, 3, 2), (128, 128, 8, 3, 1)),
     ("attention", "16-bit", 128): ((128, 64, 8, 3, 1), (128, 32, 8, 3, 1), (128, 128, 8, 3, 1)),

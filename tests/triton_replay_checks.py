@@ -1,0 +1,316 @@
+"""
+Results of the Triton replay kernels, in Triton's interpreter.
+
+Run by ``test_triton_replay.py`` in a process of its own, with ``TRITON_INTERPRET=1``.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+from kvzip_press.kernels import triton_config, triton_replay, triton_scores
+from kvzip_press.kernels.triton_config import INTERPRETED, REPLAY_CONFIGS, ReplayConfig
+
+assert INTERPRETED
+
+REDUCTIONS = ["max", "sum_of_squares", "sum", "logit"]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+# Anchor, start and end of the chunk in a context of 90
+CHUNKS = {
+    "in the middle": (5, 20, 57),
+    "right after the anchor": (20, 20, 57),
+    "no anchor": (0, 20, 57),
+    "all after the anchor": (7, 7, 90),
+    "everything": (0, 0, 90),
+    "at the end": (5, 50, 90),
+    "of one pair": (5, 89, 90),
+    "empty": (5, 20, 20),
+    "empty, after the anchor": (90, 90, 90),
+}
+
+
+@pytest.fixture(autouse=True)
+def fresh_memory_is_nan(monkeypatch):
+    """Whatever a kernel leaves unwritten, or reads before it is written, shows."""
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: empty(*args, **kwargs).fill_(torch.nan))
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    """Many blocks in small tensors."""
+    small = {"attention": ReplayConfig(32, 32, 4, 2, 1), "scores": ReplayConfig(32, 32, 4, 2, 1)}
+    monkeypatch.setattr(triton_config, "REPLAY_CONFIGS", {key: small[key[0]] for key in REPLAY_CONFIGS})
+
+
+@pytest.fixture
+def blocks_of_the_table(monkeypatch, small_blocks):
+    monkeypatch.setattr(triton_config, "REPLAY_CONFIGS", REPLAY_CONFIGS)
+
+
+def randn(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def rand(*shape: int, seed: int) -> torch.Tensor:
+    return torch.rand(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def surrounded(tensor: torch.Tensor) -> torch.Tensor:
+    """The same numbers as a view of a larger tensor that holds NaN elsewhere, with strides of its own."""
+    batch_size, heads, length, channels = tensor.shape
+    larger = torch.full((batch_size, heads + 1, length + 5, channels + 16), torch.nan, dtype=tensor.dtype)
+    return larger[:, :heads, 3 : 3 + length, :channels].copy_(tensor)
+
+
+def by_tokens(tensor: torch.Tensor) -> torch.Tensor:
+    """The same numbers, in memory token by token as projections write them, NaN before and after each token."""
+    batch_size, heads, length, channels = tensor.shape
+    larger = torch.full((batch_size, length, heads + 2, channels), torch.nan, dtype=tensor.dtype)
+    return larger.transpose(1, 2)[:, 1 : 1 + heads].copy_(tensor)
+
+
+def make(
+    batch_size: int = 1,
+    num_kv_heads: int = 1,
+    group: int = 2,
+    q_len: int = 21,
+    context_len: int = 90,
+    head_dim: int = 16,
+    value_dim: int | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> list[torch.Tensor]:
+    value_dim = head_dim if value_dim is None else value_dim
+    shapes = [
+        (num_kv_heads * group, q_len, head_dim),
+        (num_kv_heads, q_len, head_dim),
+        (num_kv_heads, q_len, value_dim),
+        (num_kv_heads, context_len, head_dim),
+        (num_kv_heads, context_len, value_dim),
+    ]
+    tensors = [randn(batch_size, *shape, seed=seed, dtype=dtype) for seed, shape in enumerate(shapes)]
+    return [place(tensor) for place, tensor in zip([by_tokens] * 3 + [surrounded] * 2, tensors, strict=True)]
+
+
+def by_head(
+    tensors: list[torch.Tensor],
+    dtype: torch.dtype,
+    *,
+    anchor: int,
+    start: int,
+    end: int,
+    local: bool,
+    softmax_scale: float,
+    softcap: float | None = None,
+    window: int | None = None,
+    reduction: str = "max",
+    row_weight: torch.Tensor | None = None,
+    column_weight: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and scores, head by head from the whole matrix, in ``dtype`` throughout."""
+    query, own_key, own_value, context_key, context_value = (tensor.to(dtype) for tensor in tensors)
+    (batch_size, num_heads, q_len, _), (_, num_kv_heads, context_len, _) = query.shape, context_key.shape
+    group = num_heads // num_kv_heads
+    position, column = torch.arange(q_len)[:, None] + context_len, torch.arange(context_len + q_len)[None]
+    seen = (column <= position) & (column > position - (context_len + q_len if window is None else window))
+    normalized = seen & ((column < anchor) | ((start <= column) & (column < end)) | (column >= context_len))
+    out, scores = [], []
+    for row, head in itertools.product(range(batch_size), range(num_heads)):
+        kv_head = head // group
+        key = torch.cat([context_key[row, kv_head], own_key[row, kv_head]])
+        value = torch.cat([context_value[row, kv_head], own_value[row, kv_head]])
+        logits = query[row, head] @ key.T * softmax_scale
+        if softcap is not None:
+            logits = softcap * torch.tanh(logits / softcap)
+        out.append(logits.where(normalized if local else seen, -torch.inf).softmax(-1) @ value)
+        if reduction == "logit":
+            given = logits
+        else:
+            given = logits.where(normalized, -torch.inf).softmax(-1)
+        if row_weight is not None:
+            given = given * row_weight[row].to(dtype)[:, None]
+        given = given.where(seen, -torch.inf if reduction == "logit" else 0)[:, start:end]
+        factor = 1 if column_weight is None else column_weight[row, kv_head, head % group].to(dtype)
+        if reduction in ("max", "logit"):
+            given = given.amax(0)
+            scores.append(given.where(given == -torch.inf, given * factor))
+        elif reduction == "sum":
+            scores.append(given.sum(0) * factor)
+        else:
+            scores.append((given * factor).square().sum(0))
+    by_group = torch.stack(scores).view(batch_size, num_kv_heads, group, end - start)
+    by_group = by_group.amax(2) if reduction in ("max", "logit") else by_group.sum(2)
+    return torch.stack(out).view(batch_size, num_heads, q_len, -1), by_group
+
+
+def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    assert actual.shape == expected.shape
+    never_seen = expected == -torch.inf
+    assert torch.equal(actual == -torch.inf, never_seen)
+    difference = (actual.double() - expected.double()).masked_fill(never_seen, 0.0).abs()
+    assert not difference.isnan().any()
+    return float(difference.max()) if len(difference.flatten()) else 0.0
+
+
+def check(tensors: list[torch.Tensor], **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """The result against float64: no further off than twice a computation in the tensors' own type."""
+    options = {"softmax_scale": tensors[0].shape[-1] ** -0.5, "local": True} | options
+    out, scores = triton_replay.replay_attention(*tensors, **options)
+    assert out.dtype == scores.dtype == torch.float32
+    expected = by_head(tensors, torch.float64, **options)
+    eager = by_head(tensors, tensors[0].dtype, **options)
+    for actual, exact, low in zip((out, scores), expected, eager, strict=True):
+        # A softmax weight in another order of summation moves the last bit: nothing is asked below float32's own
+        assert error(actual, exact) <= 2 * error(low, exact) + 1e-6 * max(1.0, options.get("softcap") or 1.0)
+    return out, scores
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("local", [True, False], ids=["local", "full"])
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_reductions(reduction, local, dtype):
+    """Also without the output: the same scores."""
+    tensors, chunk = make(num_kv_heads=2, dtype=dtype), {"anchor": 5, "start": 20, "end": 57, "reduction": reduction}
+    _, scores = check(tensors, **chunk, local=local)
+    query, own_key, _, context_key, _ = tensors
+    assert torch.equal(triton_replay.replay_scores(query, own_key, context_key, **chunk, softmax_scale=0.25), scores)
+
+
+@pytest.mark.parametrize("local", [True, False], ids=["local", "full"])
+@pytest.mark.parametrize("chunk", CHUNKS.values(), ids=CHUNKS)
+def test_chunks(chunk, local):
+    anchor, start, end = chunk
+    check(make(), anchor=anchor, start=start, end=end, local=local)
+
+
+def test_no_context():
+    out, scores = check(make(context_len=0), anchor=0, start=0, end=0, local=False)
+    assert scores.shape == (1, 1, 0)
+
+
+@pytest.mark.parametrize("reduction, local", list(zip(REDUCTIONS, [True, False, False, True], strict=True)))
+@pytest.mark.parametrize("softcap, window", [(2.0, None), (None, 45), (2.0, 60), (None, 100)])
+def test_softcap_and_window(softcap, window, reduction, local):
+    """The window ends in the chunk for the last rows, before it, or before the anchor."""
+    chunk = {"anchor": 5, "start": 40, "end": 77}
+    check(make(), **chunk, local=local, softcap=softcap, window=window, reduction=reduction)
+
+
+@pytest.mark.parametrize(
+    "reduction, unseen", [("max", 0.0), ("sum", 0.0), ("sum_of_squares", 0.0), ("logit", -torch.inf)]
+)
+def test_a_chunk_that_no_row_sees(reduction, unseen):
+    chunk = {"anchor": 5, "start": 20, "end": 57, "reduction": reduction}
+    for options in ({"softcap": 2.0}, {"row_weight": torch.ones(1, 21)}, {"column_weight": torch.zeros(1, 1, 2, 37)}):
+        _, scores = check(make(), **chunk, **options, local=False, window=30)
+        assert (scores == unseen).all()
+
+
+@pytest.mark.parametrize("window", [1, 2, 17])
+def test_windows_within_the_own_keys(window):
+    """Blocks of own keys that some of their rows do not see at all."""
+    check(make(q_len=45), anchor=5, start=20, end=57, local=False, window=window)
+
+
+@pytest.mark.parametrize("q_len", [1, 16, 63, 111])
+def test_numbers_of_tokens(q_len):
+    check(make(q_len=q_len, context_len=40), anchor=5, start=9, end=30, local=False)
+    check(make(q_len=q_len, context_len=40, group=3), anchor=5, start=9, end=30, reduction="logit")
+
+
+@pytest.mark.parametrize("length", [1, 32, 63, 111])
+def test_lengths_of_the_chunk(length):
+    check(make(q_len=5, context_len=150), anchor=5, start=20, end=20 + length, reduction="sum")
+    check(make(q_len=5, context_len=length), anchor=0, start=0, end=length, local=False)
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("group", [1, 3, 4])
+def test_groups_and_rows_of_a_batch(group, reduction):
+    tensors = make(batch_size=3, num_kv_heads=2, group=group, q_len=9, context_len=40)
+    check(tensors, anchor=3, start=8, end=35, local=False, reduction=reduction)
+
+
+@pytest.mark.parametrize("softcap, window", [(None, None), (2.0, 60)])
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_weights(reduction, softcap, window):
+    tensors = make(batch_size=2, group=3, q_len=14, dtype=torch.float16)
+    row_weight, column_weight = rand(2, 14, seed=5), rand(2, 1, 3, 34, seed=6)
+    row_weight[1, 7] = 0
+    column_weight[0, :, :, 7] = 0
+    chunk = {"anchor": 5, "start": 40, "end": 74, "softcap": softcap, "window": window, "reduction": reduction}
+    for rows, columns in ((row_weight, None), (None, column_weight), (row_weight, column_weight)):
+        check(tensors, **chunk, row_weight=rows, column_weight=columns)
+
+
+def test_row_weights_of_logits_may_be_negative():
+    check(make(), anchor=5, start=20, end=57, reduction="logit", row_weight=randn(1, 21, seed=5))
+
+
+@pytest.mark.usefixtures("blocks_of_the_table")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("head_dim, value_dim", [(64, 64), (80, 80), (96, 96), (128, 128), (256, 256), (192, 128)])
+def test_head_sizes_in_blocks_of_the_table(head_dim, value_dim, dtype):
+    """Also with blocks that are larger than everything."""
+    tensors = make(q_len=9, context_len=40, head_dim=head_dim, value_dim=value_dim, dtype=dtype)
+    check(tensors, anchor=5, start=9, end=37, local=False)
+
+
+@pytest.mark.usefixtures("blocks_of_the_table")
+def test_many_blocks_of_the_table():
+    """More rows and columns than a block of the table holds, in both kernels, with whole blocks and rests of them."""
+    tensors = make(group=4, q_len=75, context_len=320, dtype=torch.bfloat16)
+    check(tensors, anchor=130, start=135, end=300, local=False)
+    check(tensors, anchor=130, start=135, end=300, window=350, reduction="sum")
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_rows_split_over_blocks(reduction, monkeypatch):
+    """However many SMs share the rows, the scores are those of one."""
+    tensors, chunk = make(q_len=111), {"anchor": 5, "start": 20, "end": 57, "local": True, "reduction": reduction}
+    empty, shapes = torch.empty, []
+    monkeypatch.setattr(torch, "empty", lambda *shape, **options: shapes.append(shape) or empty(*shape, **options))
+    for sms, splits in ((1, 1), (8, 4), (1000, 7)):
+        monkeypatch.setattr(triton_scores, "multiprocessors", lambda _, sms=sms: sms)
+        check(tensors, **chunk)
+        assert shapes[-1] == (splits, 1, 37)
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_the_same_bits_twice(reduction, monkeypatch):
+    monkeypatch.setattr(triton_scores, "multiprocessors", lambda _: 6)
+    tensors = make(q_len=63, dtype=torch.bfloat16)
+    weights = {"row_weight": rand(1, 63, seed=5), "column_weight": rand(1, 1, 2, 37, seed=6)}
+    chunk = {"anchor": 5, "start": 20, "end": 57, "local": False, "softmax_scale": 0.25, "reduction": reduction}
+    first, second = (triton_replay.replay_attention(*tensors, **chunk, **weights) for _ in range(2))
+    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize(
+    "message, changed",
+    [
+        ("one type, float32, bfloat16 or float16, got torch.float64; use backend='torch'", {"dtype": torch.float64}),
+        ("head sizes up to 256, got 260", {"head_dim": 260}),
+        ("head sizes up to 256, got 300", {"value_dim": 300}),
+    ],
+)
+def test_what_the_kernels_do_not_take(message, changed):
+    tensors = make(q_len=2, context_len=9, **changed)
+    with pytest.raises(ValueError, match=message):
+        triton_replay.replay_attention(*tensors, anchor=0, start=0, end=9, local=True, softmax_scale=1.0)
+
+
+def test_channels_and_scales_that_the_kernels_do_not_take():
+    query, own_key, _, context_key, _ = make(q_len=2, context_len=9)
+    chunk = {"anchor": 0, "start": 0, "end": 9}
+    with pytest.raises(ValueError, match="positive softmax_scale, got -1"):
+        triton_replay.replay_scores(query, own_key, context_key, **chunk, softmax_scale=-1.0, reduction="logit")
+    with pytest.raises(ValueError, match="one type, .* got torch.bfloat16, torch.float32"):
+        triton_replay.replay_scores(query.bfloat16(), own_key, context_key, **chunk, softmax_scale=1.0)
+    strided = query.mT.contiguous().mT
+    with pytest.raises(ValueError, match=r"contiguous channels, got strides \[2, 1, 1\]"):
+        triton_replay.replay_scores(strided, own_key, context_key, **chunk, softmax_scale=1.0, reduction="logit")
