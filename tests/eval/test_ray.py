@@ -1,0 +1,128 @@
+import os
+import signal
+import sys
+from argparse import Namespace
+
+import pytest
+from eval_harness import ToyTask
+
+from kvzip_press.eval.engine_ray import RETRIES, RayEngine
+from kvzip_press.eval.results import read_records, read_run
+from kvzip_press.eval.runner import Grid
+from kvzip_press.eval.session import ModelOptions, Session
+from kvzip_press.eval.tasks.base import Request
+
+pytestmark = pytest.mark.slow
+NAME = "toy-on-ray"
+
+
+class ManyContexts(ToyTask):
+    """Enough of them that two workers are both busy when one is lost."""
+
+    def load(self, request: Request):
+        return [self._sample(index % 4, seed) for seed in range(3) for index in range(4)]
+
+    def _sample(self, index, seed):
+        sample = super()._sample(index, seed)
+        return type(sample)(f"{seed}-{index}", sample.context, sample.questions)
+
+
+@pytest.fixture(scope="module")
+def ray():
+    ray = pytest.importorskip("ray")
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    yield ray
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def model_dir(toy_dir, tmp_path_factory):
+    """The same name for both engines."""
+    link = tmp_path_factory.mktemp("models") / NAME
+    link.mkdir()
+    for file in toy_dir.iterdir():
+        (link / file.name).symlink_to(file)
+    return link
+
+
+@pytest.fixture
+def session(ray, model_dir, tmp_path):
+    options = ModelOptions(model=str(model_dir), device="cpu", threads=1)
+    with Session.ray(options, tmp_path / "ray", Namespace(tasks=["toy"]), workers=2, progress=False) as session:
+        yield session
+
+
+def test_results_equal_those_of_the_local_engine_though_a_worker_is_killed(ray, session, model_dir, tmp_path):
+    grid = Grid(("full", "kvzip", "knorm"), (0.3, 0.6))
+    pids = [ray.get(actor.__ray_call__.remote(lambda self: os.getpid())) for actor in session.engine._actors]
+    assert len(set(pids)) == 2
+    add = session.log.add
+
+    def kill_one(record):
+        add(record)
+        if len(session.log) == 5:
+            os.kill(pids[0], signal.SIGKILL)
+
+    session.log.add = kill_one
+    outcome = session.measure(([(ManyContexts(), True)], grid))
+    assert (outcome.measured, outcome.found) == (60, 0)
+    after = [ray.get(actor.__ray_call__.remote(lambda self: os.getpid())) for actor in session.engine._actors]
+    assert pids[0] not in after and pids[1] in after and len(after) == 2
+
+    options = ModelOptions(model=str(model_dir), device="cpu", threads=1)
+    with Session.local(options, tmp_path / "local", Namespace(), progress=False) as local:
+        local.measure(([(ManyContexts(), True)], grid))
+    found, expected = ({r["key"]: r for r in read_records(tmp_path / name)} for name in ("ray", "local"))
+    assert found.keys() == expected.keys()
+    for key, record in found.items():
+        assert [q["prediction"] for q in record["questions"]] == [q["prediction"] for q in expected[key]["questions"]]
+        assert record["kept_pairs"] == expected[key]["kept_pairs"]
+    # What the lost worker had begun is not counted
+    assert read_run(tmp_path / "ray")["saved"] == read_run(tmp_path / "local")["saved"]
+    assert read_run(tmp_path / "ray")["arguments"] == {"tasks": ["toy"]}
+    assert read_run(tmp_path / "ray")["model"] == NAME
+
+
+def test_presses_that_cant_run_are_refused_before_any_work(session):
+    with pytest.raises(ValueError, match="press duo-attention: duo-attention has no pattern"):
+        session.measure(([(ToyTask(), True)], Grid(("full", "duo-attention"), (0.3,))))
+    assert session.engine.effort.prefills == 0
+
+
+def test_errors_of_a_unit_are_raised_as_they_are(session):
+    """A worker that raises is not a worker that is lost."""
+    units = [Namespace(sample=Namespace(id="0"), task="toy")]
+    with pytest.raises(AttributeError):
+        list(session.engine.run(units))
+
+
+def test_a_unit_that_always_loses_its_worker_ends_the_run(ray, session):
+    class Deadly:
+        """Kills the process that unpacks it."""
+
+        task = "toy"
+
+        class sample:
+            id = "7"
+
+        def __reduce__(self):
+            return os._exit, (1,)
+
+    with pytest.raises(RuntimeError, match=f"sample 7 of toy lost its worker {RETRIES + 1} times"):
+        list(session.engine.run([Deadly()]))
+
+
+def test_without_ray_it_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ImportError, match=r"pip install 'kvzip-press\[ray\]'"):
+        RayEngine(ModelOptions())
+
+
+def test_what_the_local_engine_has_finished_is_not_measured_again(session, model_dir, tmp_path):
+    options = ModelOptions(model=str(model_dir), device="cpu", threads=1)
+    wanted = [(ToyTask(), True)], Grid(("full",), (0.3,))
+    with Session.local(options, tmp_path / "local", Namespace(), progress=False) as local:
+        local.measure(wanted)
+    again = Session(session.engine, session.identifier, {}, tmp_path / "local", progress=False)
+    outcome = again.measure(wanted)
+    assert (outcome.measured, outcome.found) == (0, 3)
