@@ -68,8 +68,6 @@ class LocalEngine:
         What all records have in common.
     head_scores : HeadScores, optional
         For presses of whole heads.
-    window : int, optional
-        Tokens that the model can take, if not what its configuration says.
     commit : str, optional
         Of this package, for the records.
     """
@@ -81,14 +79,13 @@ class LocalEngine:
         identity: RunIdentity,
         *,
         head_scores: HeadScores | None = None,
-        window: int | None = None,
         commit: str | None = None,
     ) -> None:
         self.model = model
         self.tokenizer = tokenizer
         self.identity = identity
         self.head_scores = head_scores
-        self.window = window or getattr(language_model(model).config, "max_position_embeddings", None)
+        self.window = identity.window or getattr(language_model(model).config, "max_position_embeddings", None)
         self.commit = commit
         self.effort = Effort()
         self._identifier = Identifier(identity, tokenizer, head_scores)

@@ -107,6 +107,8 @@ class RunIdentity:
         See :class:`kvzip_press.eval.sweep.ContextSweep`.
     scorer : str
         See :func:`kvzip_press.eval.metrics.metric_of`.
+    window : int, optional
+        Tokens that the model can take, if not what its configuration says.
     version : str
         Of this package.
     """
@@ -118,10 +120,13 @@ class RunIdentity:
     backend: str
     budget: str
     scorer: str
+    window: int | None = None
     version: str = __version__
 
     @classmethod
-    def of(cls, model: PreTrainedModel, name: str, *, backend: str, budget: str, scorer: str) -> RunIdentity:
+    def of(
+        cls, model: PreTrainedModel, name: str, *, backend: str, budget: str, scorer: str, window: int | None = None
+    ) -> RunIdentity:
         """Describe a loaded model and how it is used."""
         return cls(
             model_identity(model, name),
@@ -131,6 +136,7 @@ class RunIdentity:
             backend,
             budget,
             scorer,
+            window,
         )
 
 

@@ -229,13 +229,23 @@ def run_grids(
         Measures.
     progress : bool
         Show progress bars, with the time left.
+
+    Raises
+    ------
+    ValueError
+        If there is no context to measure on.
     """
     units: list[Unit] = []
     left_out: dict[str, str] = {}
+    found_samples = False
     for tasks, grid in wanted:
         samples, missing = load_samples(tasks, grid, identifier.tokenizer, progress=progress)
         units += make_units(samples, grid)
         left_out |= missing
+        found_samples |= bool(samples)
+    if not found_samples:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in left_out.items())
+        raise ValueError(f"no contexts to measure on: {reasons or 'no tasks were named'}")
     keys = [[key_of(identifier.identity(unit, variant)) for variant in unit.variants] for unit in units]
     judged = sum(_judge_anew(log, identifier, unit) for unit in units)
     pending = [

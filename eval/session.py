@@ -84,10 +84,15 @@ class ModelOptions:
         if head_scores is not None:
             head_scores.check_model(model)
         identity = RunIdentity.of(
-            model, model_name(self.model), backend=self.backend, budget=self.budget, scorer=self.scorer
+            model,
+            model_name(self.model),
+            backend=self.backend,
+            budget=self.budget,
+            scorer=self.scorer,
+            window=self.window,
         )
         commit = provenance(model, argparse.Namespace())["commit"]
-        return LocalEngine(model, tokenizer, identity, head_scores=head_scores, window=self.window, commit=commit)
+        return LocalEngine(model, tokenizer, identity, head_scores=head_scores, commit=commit)
 
 
 def find_tasks(names: Iterable[str]) -> list[tuple[Task, bool]]:

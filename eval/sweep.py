@@ -32,8 +32,6 @@ from kvzip_press.selection import HEAD_LEVEL
 # How much presses keep: as many pairs as kvzip-press would, or what they make of the plain fraction themselves
 BUDGETS = ("equal", "plain")
 Variant = tuple[str, float]
-# How presses of kvpress say that they can't do a context
-PRESS_ERRORS = (AssertionError, NotImplementedError, ValueError)
 
 
 @dataclass
@@ -104,7 +102,9 @@ class SweptCache:
 def _failing() -> Iterator[None]:
     try:
         yield
-    except PRESS_ERRORS as error:
+    except (torch.OutOfMemoryError, MemoryError):
+        raise
+    except Exception as error:
         raise PressFailure(f"{type(error).__name__}: {error}") from error
 
 

@@ -110,13 +110,16 @@ class EvaluationRun:
         self.head_scores = options.pop("head_scores", None)
         assert not options
 
-    def __call__(self, *tasks: Task, **grid: Any) -> Outcome:
-        run = RunIdentity.of(self.model, "toy-model", backend="auto", budget=self.budget, scorer=self.scorer)
-        self.engine = LocalEngine(
-            self.model, self.tokenizer, run, head_scores=self.head_scores, window=self.window, commit="abc"
-        )
+    def left_out(self, *tasks: Task, **grid: Any) -> Outcome:
+        """Run, with tasks as of a family: those that can't be had are left out."""
+        return self(*tasks, named=False, **grid)
+
+    def __call__(self, *tasks: Task, named: bool = True, **grid: Any) -> Outcome:
+        used = {"backend": "auto", "budget": self.budget, "scorer": self.scorer, "window": self.window}
+        run = RunIdentity.of(self.model, "toy-model", **used)
+        self.engine = LocalEngine(self.model, self.tokenizer, run, head_scores=self.head_scores, commit="abc")
         identifier = Identifier(run, self.tokenizer, self.head_scores)
         parameters = {"presses": ("full", "kvzip"), "ratios": (0.3, 0.6), **grid}
         self.log = SampleLog(self.folder)
-        wanted = [(task, True) for task in tasks or (ToyTask(),)]
+        wanted = [(task, named) for task in tasks or (ToyTask(),)]
         return run_grids([(wanted, Grid(**parameters))], self.log, identifier, self.engine, progress=False)

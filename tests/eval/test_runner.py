@@ -185,7 +185,8 @@ def test_everything_that_decides_an_answer_makes_it_another(toy, toy_dir, tmp_pa
         {"model": tuned},
         {"model": load_model(str(toy_dir), dtype=torch.bfloat16)[0]},
         {"model": load_model(str(toy_dir), attn_implementation="eager")[0]},
-        *({"run_changes": change} for change in ({"backend": "torch"}, {"budget": "plain"}, {"scorer": "official"})),
+        *({"run_changes": change} for change in ({"backend": "torch"}, {"budget": "plain"}, {"window": 9})),
+        {"run_changes": {"scorer": "official"}},
         {"presses": ("kvzip-l2",)},
         {"presses": ("kvzip-pair-layer",)},
         {"presses": ("kvzip-full-512",)},
@@ -276,6 +277,8 @@ def test_contexts_beyond_the_models_window_are_skipped_with_the_reason_not_cut(t
         assert record["questions"] == []
     assert run.engine.effort.prefills == 1
     assert run(ToyTask("long", context_words=170), limit=1).measured == 0
+    wider = EvaluationRun(toy, tmp_path, window=400)(ToyTask("long", context_words=170), limit=1)
+    assert wider.measured == 3 and not any(record["skipped"] for record in wider.records)
 
 
 def test_the_window_is_the_models_own(tmp_path):
@@ -300,6 +303,34 @@ def test_a_press_of_kvpress_that_cant_do_a_context_is_skipped_there_alone(toy, t
         protocols=("aware",),
     )
     assert len(aware.records) == 2
+
+
+def test_a_press_of_kvpress_that_breaks_does_not_end_the_run(toy, tmp_path, monkeypatch):
+    def broken(*args, **kwargs):
+        raise RuntimeError("shapes differ")
+
+    monkeypatch.setattr(kvpress.KnormPress, "score", broken)
+    outcome = EvaluationRun(toy, tmp_path)(presses=("full", "knorm"), limit=1)
+    assert [record["skipped"] for record in outcome.records] == [
+        None,
+        *["the press failed: RuntimeError: shapes differ"] * 2,
+    ]
+
+    def exhausted(*args, **kwargs):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(kvpress.KnormPress, "score", exhausted)
+    with pytest.raises(torch.OutOfMemoryError):
+        EvaluationRun(toy, tmp_path / "memory")(presses=("knorm",), limit=1)
+
+
+def test_a_grid_without_any_sample_is_an_error(run):
+    class Missing(ToyTask):
+        def load(self, request):
+            raise ValueError("needs documents")
+
+    with pytest.raises(ValueError, match="no contexts to measure on: missing: needs documents"):
+        run.left_out(Missing("missing"))
 
 
 def test_data_that_cant_be_judged_are_refused_before_any_work(run):
