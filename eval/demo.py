@@ -16,7 +16,7 @@ BASELINES = ("snapkv", "adakv-snapkv", "expected-attention", "observed-attention
 OUR_RATIOS = tuple(tenths / 10 for tenths in range(1, 11))
 BASELINE_RATIOS = (0.3, 0.5)
 # Task or family, length in tokens, contexts of each task
-PARTS = (("ruler", 1000, 2), ("niah", 500, 11), ("scbench_kv", 2000, 2))
+PARTS = (("ruler", 1000, 2), ("niah", 500, 11), ("scbench_kv", 700, 2))
 
 
 def demo_grids() -> list[tuple[list[tuple[Task, bool]], Grid]]:

@@ -18,14 +18,13 @@ from kvzip_press.eval.fidelity import answer_logprobs, compare
 from kvzip_press.eval.identity import Identifier, RunIdentity, Unit, key_of
 from kvzip_press.eval.metrics import Score, metric_of
 from kvzip_press.eval.presses import check_press, make_press
+from kvzip_press.eval.records import excerpt, mean_score, question_record
 from kvzip_press.eval.report import Record
 from kvzip_press.eval.results import sha256
 from kvzip_press.eval.sweep import ContextSweep, Effort, PressFailure, SweptCache, Variant, plain_nbytes
 from kvzip_press.eval.tasks.base import Question
 from kvzip_press.eval.tasks.fidelity import METRIC as FIDELITY
 from kvzip_press.models import language_model
-
-EXCERPT = 400
 
 
 @dataclass
@@ -257,9 +256,7 @@ class LocalEngine:
             "context_tokens": tokens,
             "seconds": tally.seconds if answered else None,
             "context_sha256": sha256(context),
-            "context_excerpt": context
-            if len(context) <= 2 * EXCERPT
-            else f"{context[:EXCERPT]} [...] {context[-EXCERPT:]}",
+            "context_excerpt": excerpt(context),
             "questions": tally.questions if answered else [],
             "score": mean_score(tally.questions) if answered else None,
             "skipped": tally.failure,
@@ -268,54 +265,6 @@ class LocalEngine:
             "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "identity": identity,
         }
-
-
-def question_record(question: Question, prediction: str, score: Score, measured: Record) -> Record:
-    """Return what is kept of a question and its answer."""
-    return {
-        "text": question.text,
-        "answer_prefix": question.answer_prefix,
-        "answers": list(question.answers),
-        "max_new_tokens": question.max_new_tokens,
-        "prediction": prediction,
-        "filtered": score.filtered,
-        "metric": question.metric,
-        "score": score.value,
-        "details": {**question.details, **measured},
-    }
-
-
-def mean_score(questions: list[Record]) -> float:
-    """Score of a context: the mean over its questions."""
-    return sum(question["score"] for question in questions) / len(questions)
-
-
-def rescored(record: Record, scorer: str) -> Record:
-    """Judge the saved answers of a record anew; measurements that are no judgement stay."""
-    questions = []
-    for saved in record["questions"]:
-        if saved["metric"] == FIDELITY:
-            questions.append(saved)
-            continue
-        question = Question(
-            saved["text"],
-            tuple(saved["answers"]),
-            saved["metric"],
-            saved["max_new_tokens"],
-            saved["answer_prefix"],
-            saved["details"],
-        )
-        score = metric_of(saved["metric"], scorer)(saved["prediction"], question)
-        questions.append({**saved, "score": score.value, "filtered": score.filtered})
-    identity = {**record["identity"], "scorer": scorer}
-    return {
-        **record,
-        "key": key_of(identity),
-        "identity": identity,
-        "scorer": scorer,
-        "questions": questions,
-        "score": mean_score(questions) if questions else None,
-    }
 
 
 def _fidelity(sums: dict[str, float]) -> Record:

@@ -107,7 +107,7 @@ def _print_outcome(outcome: Outcome, folder: Path) -> None:
 
 def _rescore(arguments: argparse.Namespace) -> None:
     from kvzip_press.eval.console import score_tables
-    from kvzip_press.eval.engine_local import rescored
+    from kvzip_press.eval.records import rescored
     from kvzip_press.eval.results import SampleLog, note_run, read_records, read_run
 
     records = [rescored(record, arguments.scorer) for record in read_records(arguments.results)]

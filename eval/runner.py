@@ -10,10 +10,10 @@ from typing import Any, Protocol
 from tqdm import tqdm
 
 from kvzip_press.eval.chat import STYLES
-from kvzip_press.eval.engine_local import rescored
 from kvzip_press.eval.identity import PROTOCOLS, Identifier, Unit, key_of
 from kvzip_press.eval.metrics import SCORERS, metric_of
 from kvzip_press.eval.presses import check_name, variants
+from kvzip_press.eval.records import rescored
 from kvzip_press.eval.report import Record
 from kvzip_press.eval.results import SampleLog
 from kvzip_press.eval.sweep import Effort

@@ -1,0 +1,64 @@
+"""Records of answers: what is kept of them, and how saved ones are judged anew."""
+
+from __future__ import annotations
+
+from kvzip_press.eval.identity import key_of
+from kvzip_press.eval.metrics import Score, metric_of
+from kvzip_press.eval.report import Record
+from kvzip_press.eval.tasks.base import Question
+from kvzip_press.eval.tasks.fidelity import METRIC as FIDELITY
+
+EXCERPT = 400
+
+
+def excerpt(context: str) -> str:
+    """First and last characters of a context, or all of a short one."""
+    return context if len(context) <= 2 * EXCERPT else f"{context[:EXCERPT]} [...] {context[-EXCERPT:]}"
+
+
+def question_record(question: Question, prediction: str, score: Score, measured: Record) -> Record:
+    """Return what is kept of a question and its answer."""
+    return {
+        "text": question.text,
+        "answer_prefix": question.answer_prefix,
+        "answers": list(question.answers),
+        "max_new_tokens": question.max_new_tokens,
+        "prediction": prediction,
+        "filtered": score.filtered,
+        "metric": question.metric,
+        "score": score.value,
+        "details": {**question.details, **measured},
+    }
+
+
+def mean_score(questions: list[Record]) -> float:
+    """Score of a context: the mean over its questions."""
+    return sum(question["score"] for question in questions) / len(questions)
+
+
+def rescored(record: Record, scorer: str) -> Record:
+    """Judge the saved answers of a record anew; measurements that are no judgement stay."""
+    questions = []
+    for saved in record["questions"]:
+        if saved["metric"] == FIDELITY:
+            questions.append(saved)
+            continue
+        question = Question(
+            saved["text"],
+            tuple(saved["answers"]),
+            saved["metric"],
+            saved["max_new_tokens"],
+            saved["answer_prefix"],
+            saved["details"],
+        )
+        score = metric_of(saved["metric"], scorer)(saved["prediction"], question)
+        questions.append({**saved, "score": score.value, "filtered": score.filtered})
+    identity = {**record["identity"], "scorer": scorer}
+    return {
+        **record,
+        "key": key_of(identity),
+        "identity": identity,
+        "scorer": scorer,
+        "questions": questions,
+        "score": mean_score(questions) if questions else None,
+    }
