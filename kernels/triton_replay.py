@@ -402,7 +402,7 @@ def replay_attention(
     anchor, start, end, local, softmax_scale, softcap, window, reduction, column_weight
         See :func:`kvzip_press.kernels.api.replay_attention`.
     row_weight : torch.Tensor, optional
-        Shape (batch_size, q_len); non-negative unless the reduction is ``"logit"``.
+        Shape (batch_size, q_len). With ``"max"``, a row of negative weight counts as one of weight 0.
 
     Returns
     -------

@@ -145,29 +145,31 @@ def _fold_rows(
         if HAS_SOFTCAP and (REDUCTION != "logit" or row_weight is not None):
             logits = softcapped(logits, scale, softcap)
             factor = 1.0
+        if row_weight is not None:
+            weight = tl.load(row_weight + token + row_token, mask=row < num_rows, other=0.0)
         if REDUCTION == "logit":
             if row_weight is not None:
-                weight = tl.load(row_weight + token + row_token, mask=row < num_rows, other=0.0)
                 logits *= (weight * factor)[None, :]
         else:
-            row_lse = lse + token * GROUP + row_token * GROUP + row_member
-            shift = tl.load(row_lse, mask=row < num_rows, other=float("inf"))
-            if row_weight is not None:
-                shift -= tl.log2(tl.load(row_weight + token + row_token, mask=row < num_rows, other=1.0))
-            if REDUCTION == "sum_of_squares":  # the square of a weight is the weight of twice the exponent
-                factor *= 2.0
-                shift *= 2.0
+            shift = tl.load(
+                lse + token * GROUP + row_token * GROUP + row_member, mask=row < num_rows, other=float("inf")
+            )
+            if REDUCTION == "max" and row_weight is not None:
+                shift -= tl.log2(tl.maximum(weight, 0.0))
             logits = logits * factor - shift[None, :]
         if HAS_WINDOW:
             logits = tl.where((token + row_token)[None, :] < end_token[:, None], logits, float("-inf"))
         if MASKED and REDUCTION == "logit":
             logits = tl.where((row < num_rows)[None, :], logits, float("-inf"))
+        if not MAXIMUM:
+            logits = tl.exp2(logits)
+            if row_weight is not None:
+                logits *= weight[None, :]
+            if REDUCTION == "sum_of_squares":
+                logits *= logits
         # Rows FOLD apart lie in one thread's registers: warps exchange nothing before the last row
         split = tl.reshape(logits, [BLOCK_N, BLOCK_M // FOLD, FOLD])
-        if MAXIMUM:
-            folded = tl.maximum(folded, tl.max(split, axis=1))
-        else:
-            folded += tl.sum(tl.exp2(split), axis=1)
+        folded = tl.maximum(folded, tl.max(split, axis=1)) if MAXIMUM else folded + tl.sum(split, axis=1)
     return folded
 
 

@@ -213,7 +213,7 @@ def test_a_chunk_that_no_row_sees(reduction, unseen):
 @pytest.mark.parametrize("window", [1, 2, 17])
 def test_windows_within_the_own_keys(window):
     """Blocks of own keys that some of their rows do not see at all."""
-    check(make(q_len=45), anchor=5, start=20, end=57, local=False, window=window)
+    check(make(group=1, q_len=45), anchor=5, start=20, end=57, local=False, window=window)
 
 
 @pytest.mark.parametrize("q_len", [1, 16, 63, 111])
@@ -247,8 +247,12 @@ def test_weights(reduction, softcap, window):
         check(tensors, **chunk, row_weight=rows, column_weight=columns)
 
 
-def test_row_weights_of_logits_may_be_negative():
-    check(make(), anchor=5, start=20, end=57, reduction="logit", row_weight=randn(1, 21, seed=5))
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_negative_row_weights(reduction):
+    """They never make a maximum of softmax weights, but count in sums and among logits."""
+    row_weight = randn(1, 21, seed=5)
+    assert row_weight.min() < 0 < row_weight.max()
+    check(make(), anchor=5, start=20, end=57, reduction=reduction, row_weight=row_weight)
 
 
 @pytest.mark.usefixtures("blocks_of_the_table")
