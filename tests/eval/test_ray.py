@@ -7,10 +7,12 @@ import pytest
 from eval_harness import ToyTask
 
 from kvzip_press.eval.engine_ray import RETRIES, RayEngine
+from kvzip_press.eval.main import main
 from kvzip_press.eval.results import read_records, read_run
 from kvzip_press.eval.runner import Grid
 from kvzip_press.eval.session import ModelOptions, Session
 from kvzip_press.eval.tasks.base import Request
+from kvzip_press.eval.tasks.registry import TASKS
 
 pytestmark = pytest.mark.slow
 NAME = "toy-on-ray"
@@ -126,3 +128,13 @@ def test_what_the_local_engine_has_finished_is_not_measured_again(session, model
     again = Session(session.engine, session.identifier, {}, tmp_path / "local", progress=False)
     outcome = again.measure(wanted)
     assert (outcome.measured, outcome.found) == (0, 3)
+
+
+def test_the_command_runs_on_ray(ray, model_dir, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(TASKS, "toy", ToyTask())
+    command = ["run", "--tasks", "toy", "--limit", "1", "--model", str(model_dir), "-o", str(tmp_path), "--quiet"]
+    assert main([*command, "--engine", "ray", "--workers", "1", "--threads", "1"]) == 0
+    assert "2 cells measured, 0 found finished" in capsys.readouterr().out
+    assert read_run(tmp_path)["arguments"]["workers"] == 1
+    assert main([*command, "--engine", "local", "--threads", "1"]) == 0
+    assert "0 cells measured, 2 found finished" in capsys.readouterr().out

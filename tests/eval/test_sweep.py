@@ -1,4 +1,5 @@
 from collections import Counter
+from contextlib import nullcontext
 
 import kvpress
 import pytest
@@ -211,6 +212,20 @@ def test_hybrid_models_count_their_global_layers():
         assert answer(model, context, swept.cache) == first
         assert swept.total_pairs == 2 * 2 * (context.num_tokens - context.prefix_length)
         assert swept.kept_pairs == round(ratio * swept.total_pairs)
+
+
+@pytest.mark.parametrize("family", ["mistral-sliding", "phi3", "qwen3", "gemma3"])
+def test_other_families_give_the_cache_that_the_press_makes_alone(family):
+    model, tokenizer = build_model(family), build_tokenizer()
+    context = Chat(tokenizer, "kvpress", Task.instruction).open(TEXT)
+    for variant, swept in ContextSweep(model, context, Effort()).caches([("full", 1.0), ("kvzip", 0.3)]):
+        press = make_press(*variant, tokenizer)
+        alone = DynamicCache(config=model.config.get_text_config())
+        with torch.no_grad(), nullcontext() if press is None else press(model):
+            model.model(input_ids=context.ids, past_key_values=alone)
+        first = answer(model, context, swept.cache)
+        assert answer(model, context, swept.cache) == first == answer(model, context, alone)
+        assert all_equal(packed_states(swept.cache), packed_states(alone))
 
 
 @pytest.mark.peer
