@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -212,6 +212,7 @@ def run_grids(
     identifier: Identifier,
     engine: Engine,
     *,
+    after: Callable[[], None] = lambda: None,
     progress: bool = True,
 ) -> Outcome:
     """
@@ -227,6 +228,8 @@ def run_grids(
         Knows the records of this run.
     engine : Engine
         Measures.
+    after : callable
+        Called when a record has been written.
     progress : bool
         Show progress bars, with the time left.
 
@@ -258,6 +261,7 @@ def run_grids(
         with tqdm(total=number, desc="evaluation", unit="cell", smoothing=0, disable=not progress) as bar:
             for record in engine.run(pending):
                 log.add(record)
+                after()
                 bar.set_postfix_str(f"{record['task']} {record['press']} {record['ratio']:g}", refresh=False)
                 bar.update()
     finished = [log.get(key) for of_unit in keys for key in of_unit]

@@ -128,6 +128,7 @@ class Session:
         self.provenance = provenance
         self.log = SampleLog(folder)
         self.progress = progress
+        self._noted: dict[str, int] = {}
 
     @classmethod
     def local(
@@ -163,16 +164,18 @@ class Session:
         self.engine.close()
 
     def measure(self, *wanted: tuple[Sequence[tuple[Task, bool]], Grid]) -> Outcome:
-        """Measure what of some grids is not finished; what the sweep saved is noted even if the run is cut short."""
+        """Measure what of some grids is not finished; what the sweep saved is noted with each record."""
         names = dict.fromkeys(name for _, grid in wanted for name in grid.presses if name != FULL)
         self.engine.check(list(names))
-        before = self.engine.effort.as_dict()
-        note_run(self.log.folder, self.provenance)
-        try:
-            return run_grids(wanted, self.log, self.identifier, self.engine, progress=self.progress)
-        finally:
-            saved = {name: count - before[name] for name, count in self.engine.effort.as_dict().items()}
-            note_run(self.log.folder, self.provenance, saved)
+        self._note_effort()
+        return run_grids(
+            wanted, self.log, self.identifier, self.engine, after=self._note_effort, progress=self.progress
+        )
+
+    def _note_effort(self) -> None:
+        now = self.engine.effort.as_dict()
+        note_run(self.log.folder, self.provenance, {name: now[name] - self._noted.get(name, 0) for name in now})
+        self._noted = now
 
 
 def plain_arguments(arguments: argparse.Namespace) -> argparse.Namespace:

@@ -170,7 +170,6 @@ class ContextSweep:
         """
         for name, _ in variants:
             check_name(name)
-        self.effort.prefills_alone += len(variants)
         presses = {variant: make_press(*variant, self.context.chat.tokenizer, **self._options) for variant in variants}
         ours: dict[tuple, list[Variant]] = {}
         theirs = []
@@ -195,6 +194,7 @@ class ContextSweep:
         scores, score_seconds = None, 0.0
         for variant in group:
             press = presses[variant]
+            self.effort.prefills_alone += 1
             seconds = {"prefill": self._prefill_seconds, "score": 0.0, "evict": 0.0}
             if press is None:
                 yield variant, self._swept(full, seconds, None)
@@ -223,6 +223,7 @@ class ContextSweep:
         self, variant: Variant, press: kvpress.BasePress | None
     ) -> Iterator[tuple[Variant, SweptCache | PressFailure]]:
         config = self._decoder.config
+        self.effort.prefills_alone += 1
         if self.budget == "equal":
             heads = config.num_key_value_heads
             fit_budget(press, variant[1], self.context.num_tokens, self._protected, config.num_hidden_layers, heads)

@@ -78,6 +78,7 @@ def test_an_interrupted_run_keeps_its_records_and_its_counts(evaluate, monkeypat
     assert "the same command goes on where it was" in printed.err
     assert len(read_records(evaluate.results)) == 2
     assert read_run(evaluate.results)["saved"]["prefills"] == 1
+    assert read_run(evaluate.results)["saved"]["prefills_alone"] == 1
 
 
 def test_rescore_judges_in_place_or_elsewhere(evaluate, tmp_path):
