@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 
 from kvzip_press.eval.presses import FULL
 from kvzip_press.eval.report import Record, format_table
+from kvzip_press.eval.report_parts import part_tables
 from kvzip_press.eval.report_summary import summarise, title_of
 from kvzip_press.eval.sweep import Effort
 
@@ -26,7 +27,7 @@ COLUMNS = {
 
 def score_tables(records: Iterable[Record]) -> str:
     """
-    Scores of each task, and relative to the full cache over all tasks, a table for each setting.
+    Scores of each task, of its parts, and relative to the full cache over all tasks, for each setting.
 
     Parameters
     ----------
@@ -56,6 +57,9 @@ def score_tables(records: Iterable[Record]) -> str:
                 )
         if rows:
             parts.append(f"{setting}\n\n{format_table(rows, COLUMNS)}")
+        for table in part_tables(summary, setting):
+            cells = [dict(zip(table.columns, row, strict=True)) for row in table.rows]
+            parts.append(f"{table.title}\n\n{format_table(cells, dict.fromkeys(table.columns, ''))}")
         averages = [average for average in summary.averages if average.setting == setting]
         if averages:
             parts.append(_relative_table(averages, summary.presses, summary.ratios))

@@ -81,6 +81,13 @@ def test_an_interrupted_run_keeps_its_records_and_its_counts(evaluate, monkeypat
     assert read_run(evaluate.results)["saved"]["prefills_alone"] == 1
 
 
+def test_fidelity_is_told_in_nats(evaluate, monkeypatch):
+    monkeypatch.setitem(registry.TASKS, "toy_f", ToyTask("toy_f", metric="fidelity"))
+    status, printed = evaluate("run", "--tasks", "toy_f", "--limit", 1, *evaluate.model)
+    assert status == 0
+    assert "toy_f: KL(full, compressed), nats a token" in printed.out
+
+
 def test_rescore_judges_in_place_or_elsewhere(evaluate, tmp_path):
     evaluate("run", "--tasks", "toy_a", "--presses", "full", "--limit", 2, *evaluate.model)
     before = read_records(evaluate.results)
