@@ -226,7 +226,8 @@ def replay_attention(
         ``"max"``, ``"sum_of_squares"`` or ``"sum"`` of the softmax weights, or ``"logit"``: maximum of the scaled
         logits.
     row_weight : torch.Tensor, optional
-        Factor of each replayed token's weights before the reduction, shape (batch_size, q_len).
+        Factor of each replayed token's weights before the reduction, shape (batch_size, q_len); with ``"max"`` not
+        negative.
     column_weight : torch.Tensor, optional
         Non-negative factor of each pair, shape (batch_size, num_kv_heads, group, end - start).
     backend : str

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from .cpu_products import MAX_ROWS, add_values, products
-from .cpu_rows import fold_key_scales, fold_value_scales, padded, widen_row, widen_rows
+from .cpu_rows import fold_scales, padded, widen_row, widen_rows
 from .cpu_simd import (
     BFLOAT16,
     BYTES,
@@ -25,6 +25,7 @@ from .cpu_simd import (
     even_lanes,
     exponential,
     fetch_add,
+    float_word,
     lanes_maximum,
     lanes_sum,
     load,
@@ -37,6 +38,7 @@ from .cpu_simd import (
     store,
     store_float,
     store_int,
+    word,
 )
 from .cpu_threads import float_bits, run_on_threads, worker
 from .quantization import KEY_BLOCK, QuantizedKeys, QuantizedValues
@@ -108,16 +110,6 @@ _KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT
 
 
 @compiled
-def _float_word(job, word):  # type: ignore[no-untyped-def]
-    return load_float(job + 8 * word)
-
-
-@compiled
-def _word(job, word):  # type: ignore[no-untyped-def]
-    return load_int(job + 8 * word)
-
-
-@compiled
 def _part_step(value_dim):  # type: ignore[no-untyped-def]
     """Bytes of one partial result: the sum of values, then in one more vector its peak and its sum of weights."""
     return 4 * padded(value_dim)
@@ -161,7 +153,7 @@ def _softmax_step(logits, vectors, statistics):  # type: ignore[no-untyped-def]
 @compiled
 def _fold_group(vector, group_vectors, weights, folded, offsets, rows, count, scales, minima):  # type: ignore[no-untyped-def]
     place = 4 * _BLOCK * (vector // group_vectors)
-    fold_value_scales(weights, folded, offsets, rows, 4 * _BLOCK, count, scales + place, minima + place)
+    fold_scales(weights, folded, offsets, rows, 4 * _BLOCK, count, scales + place, minima + place)
 
 
 @compiled
@@ -264,10 +256,10 @@ def _load_value_scales(source, target, count, groups, rows, spare):  # type: ign
 @compiled
 def _load_queries(job, segment, first_row, rows, target, spare):  # type: ignore[no-untyped-def]
     """Write the scaled queries of a block of rows as float32."""
-    channels = _word(job, _KEY_DIM)
-    source = _word(job, _QUERY) + (segment * _word(job, _ROWS) + first_row) * _word(job, _QUERY_STEP)
-    widen_rows(_word(job, _QUERY_KIND), source, _word(job, _QUERY_STEP), target, rows, channels, spare)
-    scale = splat(_float_word(job, _SCALE))
+    channels = word(job, _KEY_DIM)
+    source = word(job, _QUERY) + (segment * word(job, _ROWS) + first_row) * word(job, _QUERY_STEP)
+    widen_rows(word(job, _QUERY_KIND), source, word(job, _QUERY_STEP), target, rows, channels, spare)
+    scale = splat(float_word(job, _SCALE))
     step = 4 * padded(channels)
     for row in range(rows):
         for vector in range((channels + LANES - 1) // LANES):
@@ -278,48 +270,48 @@ def _load_queries(job, segment, first_row, rows, target, spare):  # type: ignore
 @compiled
 def _mask_logits(job, logits, segment, row, first, count):  # type: ignore[no-untyped-def]
     """Set the logits of tail keys to -inf that the mask hides from this row."""
-    q_len = _word(job, _Q_LEN)
-    num_kv_heads = _word(job, _NUM_KV_HEADS)
-    head = segment % num_kv_heads * (_word(job, _ROWS) // q_len) + row // q_len
-    mask = _word(job, _MASK) + segment // num_kv_heads * _word(job, _MASK_ROW) + head * _word(job, _MASK_HEAD)
-    mask += row % q_len * _word(job, _MASK_QUERY) + first * _word(job, _MASK_STEP)
+    q_len = word(job, _Q_LEN)
+    num_kv_heads = word(job, _NUM_KV_HEADS)
+    head = segment % num_kv_heads * (word(job, _ROWS) // q_len) + row // q_len
+    mask = word(job, _MASK) + segment // num_kv_heads * word(job, _MASK_ROW) + head * word(job, _MASK_HEAD)
+    mask += row % q_len * word(job, _MASK_QUERY) + first * word(job, _MASK_STEP)
     for item in range(count):
-        if load_byte(mask + item * _word(job, _MASK_STEP)) == 0:
+        if load_byte(mask + item * word(job, _MASK_STEP)) == 0:
             store_float(logits + 4 * item, np.float32(-np.inf))
 
 
 @compiled
 def _run_item(job, item, scratch):  # type: ignore[no-untyped-def]
     """Attention of one block of rows over one stretch of the context or of the tail."""
-    key_dim, value_dim = _word(job, _KEY_DIM), _word(job, _VALUE_DIM)
-    context_items = _word(job, _CONTEXT_ITEMS)
-    items = context_items + _word(job, _SEGMENTS) * _word(job, _TAIL_PARTS)
+    key_dim, value_dim = word(job, _KEY_DIM), word(job, _VALUE_DIM)
+    context_items = word(job, _CONTEXT_ITEMS)
+    items = context_items + word(job, _SEGMENTS) * word(job, _TAIL_PARTS)
     index = item % items
     first_row = item // items * _ROW_BLOCK
-    rows = min(_ROW_BLOCK, _word(job, _ROWS) - first_row)
+    rows = min(_ROW_BLOCK, word(job, _ROWS) - first_row)
     in_tail = index >= context_items
     if in_tail:
-        segment = (index - context_items) // _word(job, _TAIL_PARTS)
-        first = (index - context_items) % _word(job, _TAIL_PARTS) * _word(job, _TAIL_PART)
-        length = min(_word(job, _TAIL_PART), _word(job, _TAIL_LENGTH) - first)
-        batch_row, head = segment // _word(job, _NUM_KV_HEADS), segment % _word(job, _NUM_KV_HEADS)
-        key_kind = value_kind = _word(job, _TAIL_KIND)
-        key_step, value_step = _word(job, _TAIL_KEY_STEP), _word(job, _TAIL_VALUE_STEP)
-        keys = _word(job, _TAIL_KEY) + batch_row * _word(job, _TAIL_KEY_ROW) + head * _word(job, _TAIL_KEY_HEAD)
-        values = _word(job, _TAIL_VALUE) + batch_row * _word(job, _TAIL_VALUE_ROW)
-        values += head * _word(job, _TAIL_VALUE_HEAD)
+        segment = (index - context_items) // word(job, _TAIL_PARTS)
+        first = (index - context_items) % word(job, _TAIL_PARTS) * word(job, _TAIL_PART)
+        length = min(word(job, _TAIL_PART), word(job, _TAIL_LENGTH) - first)
+        batch_row, head = segment // word(job, _NUM_KV_HEADS), segment % word(job, _NUM_KV_HEADS)
+        key_kind = value_kind = word(job, _TAIL_KIND)
+        key_step, value_step = word(job, _TAIL_KEY_STEP), word(job, _TAIL_VALUE_STEP)
+        keys = word(job, _TAIL_KEY) + batch_row * word(job, _TAIL_KEY_ROW) + head * word(job, _TAIL_KEY_HEAD)
+        values = word(job, _TAIL_VALUE) + batch_row * word(job, _TAIL_VALUE_ROW)
+        values += head * word(job, _TAIL_VALUE_HEAD)
     else:
-        cut = _word(job, _CUTS) + 24 * index
+        cut = word(job, _CUTS) + 24 * index
         segment, first, length = load_int(cut), load_int(cut + 8), load_int(cut + 16)
-        begin = load_int(_word(job, _BOUNDS) + 8 * segment)
-        key_kind, value_kind = _word(job, _KEY_KIND), _word(job, _VALUE_KIND)
-        key_step, value_step = _word(job, _KEY_STEP), _word(job, _VALUE_STEP)
-        keys = _word(job, _KEY) + begin * key_step
-        values = _word(job, _VALUE) + begin * value_step
+        begin = load_int(word(job, _BOUNDS) + 8 * segment)
+        key_kind, value_kind = word(job, _KEY_KIND), word(job, _VALUE_KIND)
+        key_step, value_step = word(job, _KEY_STEP), word(job, _VALUE_STEP)
+        keys = word(job, _KEY) + begin * key_step
+        values = word(job, _VALUE) + begin * value_step
 
     key_vectors, value_vectors = (key_dim + LANES - 1) // LANES, (value_dim + LANES - 1) // LANES
     wide_key_step, wide_value_step, logits_step = 4 * padded(key_dim), 4 * padded(value_dim), 4 * _BLOCK
-    groups = _word(job, _VALUE_GROUPS)
+    groups = word(job, _VALUE_GROUPS)
     spare = scratch
     biases = spare + 8 * LANES
     factors = biases + 4 * _ROW_BLOCK
@@ -336,9 +328,9 @@ def _run_item(job, item, scratch):  # type: ignore[no-untyped-def]
     folded_queries = queries + _ROW_BLOCK * wide_key_step
     wide_keys = folded_queries + _ROW_BLOCK * wide_key_step
     wide_values = wide_keys + _BLOCK * wide_key_step
-    softcap = _float_word(job, _SOFTCAP)
+    softcap = float_word(job, _SOFTCAP)
     part_step = _part_step(value_dim)
-    parts = _word(job, _PARTS) + (index * _word(job, _ROWS) + first_row) * part_step
+    parts = word(job, _PARTS) + (index * word(job, _ROWS) + first_row) * part_step
     statistics = 4 * LANES * value_vectors
     keys_in_place = key_dim % (2 * LANES if key_kind == HALF_BYTES else LANES) == 0
     values_in_place = value_dim % (2 * LANES if value_kind == HALF_BYTES else LANES) == 0
@@ -362,19 +354,19 @@ def _run_item(job, item, scratch):  # type: ignore[no-untyped-def]
             _zero_rows(wide_keys, wide_key_step, count, vectors * LANES, key_vectors)
             block_keys, block_key_step, block_key_kind = wide_keys, wide_key_step, FLOAT32
         if key_kind >= BYTES:
-            key_block = load_int(_word(job, _KEY_BLOCKS) + 8 * segment) + block // _BLOCK
-            widen_row(FLOAT16, _word(job, _KEY_SCALE) + 2 * key_block * key_dim, scales, key_dim, spare)
-            widen_row(FLOAT16, _word(job, _KEY_MINIMUM) + 2 * key_block * key_dim, minima, key_dim, spare)
-            fold_key_scales(queries, folded_queries, biases, rows, key_dim, scales, minima)
+            key_block = load_int(word(job, _KEY_BLOCKS) + 8 * segment) + block // _BLOCK
+            widen_row(FLOAT16, word(job, _KEY_SCALE) + 2 * key_block * key_dim, scales, key_dim, spare)
+            widen_row(FLOAT16, word(job, _KEY_MINIMUM) + 2 * key_block * key_dim, minima, key_dim, spare)
+            fold_scales(queries, folded_queries, biases, rows, wide_key_step, key_dim, scales, minima)
             block_queries = folded_queries
         block_values, block_value_step, block_value_kind = values + block * value_step, value_step, value_kind
         if not values_in_place:
             widen_rows(value_kind, block_values, value_step, wide_values, count, value_dim, spare)
             block_values, block_value_step, block_value_kind = wide_values, wide_value_step, FLOAT32
         if value_kind >= BYTES:
-            pair = load_int(_word(job, _BOUNDS) + 8 * segment) + block
-            _load_value_scales(_word(job, _VALUE_SCALE) + 2 * pair * groups, value_scales, count, groups, raw, spare)
-            _load_value_scales(_word(job, _VALUE_MINIMUM) + 2 * pair * groups, value_minima, count, groups, raw, spare)
+            pair = load_int(word(job, _BOUNDS) + 8 * segment) + block
+            _load_value_scales(word(job, _VALUE_SCALE) + 2 * pair * groups, value_scales, count, groups, raw, spare)
+            _load_value_scales(word(job, _VALUE_MINIMUM) + 2 * pair * groups, value_minima, count, groups, raw, spare)
 
         for group_row in range(0, rows, MAX_ROWS):
             group_rows = min(MAX_ROWS, rows - group_row)
@@ -401,7 +393,7 @@ def _run_item(job, item, scratch):  # type: ignore[no-untyped-def]
                         store(address, capped(scores, softcap) if softcap > 0 else scores)
                 for missing in range(count, vectors * LANES):
                     store_float(row_logits + 4 * missing, np.float32(-np.inf))
-                if in_tail and _word(job, _MASK) != 0:
+                if in_tail and word(job, _MASK) != 0:
                     _mask_logits(job, row_logits, segment, first_row + group_row + row, block, count)
                 part = parts + (group_row + row) * part_step + statistics
                 store_float(factors + 4 * row, _softmax_step(row_logits, vectors, part))
@@ -429,25 +421,25 @@ def _run_item(job, item, scratch):  # type: ignore[no-untyped-def]
 @compiled
 def _merge_row(job, segment, row, total_vector):  # type: ignore[no-untyped-def]
     """Merge the parts of one query row by their peaks and write its output and log-sum-exp."""
-    value_dim = _word(job, _VALUE_DIM)
+    value_dim = word(job, _VALUE_DIM)
     vectors = (value_dim + LANES - 1) // LANES
     part_step, statistics = _part_step(value_dim), 4 * LANES * vectors
-    rows = _word(job, _ROWS)
-    first_cut = load_int(_word(job, _CUT_OFFSETS) + 8 * segment)
-    cuts = load_int(_word(job, _CUT_OFFSETS) + 8 * segment + 8) - first_cut
-    tail_parts = _word(job, _TAIL_PARTS)
-    first_tail = _word(job, _CONTEXT_ITEMS) + segment * tail_parts
+    rows = word(job, _ROWS)
+    first_cut = load_int(word(job, _CUT_OFFSETS) + 8 * segment)
+    cuts = load_int(word(job, _CUT_OFFSETS) + 8 * segment + 8) - first_cut
+    tail_parts = word(job, _TAIL_PARTS)
+    first_tail = word(job, _CONTEXT_ITEMS) + segment * tail_parts
     peak = np.float32(-np.inf)
     for index in range(cuts + tail_parts):
         item = first_cut + index if index < cuts else first_tail + index - cuts
-        part_peak = load_float(_word(job, _PARTS) + (item * rows + row) * part_step + statistics)
+        part_peak = load_float(word(job, _PARTS) + (item * rows + row) * part_step + statistics)
         peak = peak if peak >= part_peak else part_peak
     for vector in range(vectors):
         store(total_vector + 4 * LANES * vector, splat(np.float32(0.0)))
     total = np.float32(0.0)
     for index in range(cuts + tail_parts):
         item = first_cut + index if index < cuts else first_tail + index - cuts
-        part = _word(job, _PARTS) + (item * rows + row) * part_step
+        part = word(job, _PARTS) + (item * rows + row) * part_step
         part_peak = load_float(part + statistics)
         if part_peak == -np.inf:
             continue
@@ -456,12 +448,12 @@ def _merge_row(job, segment, row, total_vector):  # type: ignore[no-untyped-def]
         for vector in range(vectors):
             address = total_vector + 4 * LANES * vector
             store(address, load(address) + load(part + 4 * LANES * vector) * splat(weight))
-    out = _word(job, _OUT) + 4 * (segment * rows + row) * value_dim
+    out = word(job, _OUT) + 4 * (segment * rows + row) * value_dim
     for channel in range(value_dim):
         summed = load_float(total_vector + 4 * channel)
         store_float(out + 4 * channel, np.float32(0.0) if total == 0 else summed / total)
     lse = np.float32(-np.inf) if total == 0 else peak + np.log(total)
-    store_float(_word(job, _LSE) + 4 * (segment * rows + row), lse)
+    store_float(word(job, _LSE) + 4 * (segment * rows + row), lse)
 
 
 @compiled
@@ -472,17 +464,17 @@ def _scratch_floats(key_dim, value_dim, groups):  # type: ignore[no-untyped-def]
 
 
 def _decode(job):  # type: ignore[no-untyped-def]
-    floats = _scratch_floats(_word(job, _KEY_DIM), _word(job, _VALUE_DIM), _word(job, _VALUE_GROUPS))
-    scratch = _word(job, _SCRATCH) + 4 * floats * fetch_add(job + 8 * _STARTED, 1)
-    items = _word(job, _ITEMS)
+    floats = _scratch_floats(word(job, _KEY_DIM), word(job, _VALUE_DIM), word(job, _VALUE_GROUPS))
+    scratch = word(job, _SCRATCH) + 4 * floats * fetch_add(job + 8 * _STARTED, 1)
+    items = word(job, _ITEMS)
     while True:
         item = fetch_add(job + 8 * _NEXT, 1)
         if item >= items:
             break
         _run_item(job, item, scratch)
         if fetch_add(job + 8 * _DONE, 1) == items - 1:
-            for segment in range(_word(job, _SEGMENTS)):
-                for row in range(_word(job, _ROWS)):
+            for segment in range(word(job, _SEGMENTS)):
+                for row in range(word(job, _ROWS)):
                     _merge_row(job, segment, row, scratch)
 
 

@@ -105,36 +105,19 @@ def widen_rows(kind, source, step, target, count, channels, spare):  # type: ign
 
 
 @compiled
-def fold_key_scales(queries, folded, biases, rows, channels, scale, minimum):  # type: ignore[no-untyped-def]
+def fold_scales(rows, folded, offsets, count, step, length, scale, minimum):  # type: ignore[no-untyped-def]
     """
-    Move a key block's scales into the queries: ``q . (u * scale + minimum) = (q * scale) . u + q . minimum``.
+    Move scales from codes to what meets them: ``x . (u * scale + minimum) = (x * scale) . u + x . minimum``.
 
-    Float32 ``scale`` and ``minimum`` [channels]; writes ``folded`` rows and their ``biases``.
+    ``rows`` and ``folded`` are ``count`` float32 rows of ``length``, ``step`` bytes apart; ``scale`` and ``minimum``
+    are float32 [length]; all with room for whole vectors. Writes the folded rows and the offset of each. Of keys, the
+    rows are queries and ``length`` is in channels; of values, they are weights and it is in tokens.
     """
-    step = 4 * padded(channels)
-    for row in range(rows):
-        bias = splat(np.float32(0.0))
-        for vector in range((channels + LANES - 1) // LANES):
-            offset = _ROW * vector
-            query = load(queries + row * step + offset)
-            bias = multiply_add(query, load(minimum + offset), bias)
-            store(folded + row * step + offset, query * load(scale + offset))
-        store_float(biases + 4 * row, lanes_sum(bias))
-
-
-@compiled
-def fold_value_scales(weights, folded, offsets, rows, step, count, scale, minimum):  # type: ignore[no-untyped-def]
-    """
-    Move one group's scales into the weights: ``w . (u * scale + minimum) = (w * scale) . u + w . minimum``.
-
-    ``weights`` and ``folded`` are rows ``step`` bytes apart, ``scale`` and ``minimum`` float32 [count], all with room
-    for whole vectors; writes the offset of each row.
-    """
-    for row in range(rows):
+    for row in range(count):
         offset = splat(np.float32(0.0))
-        for vector in range((count + LANES - 1) // LANES):
-            place = _ROW * vector
-            weight = load(weights + row * step + place)
-            offset = multiply_add(weight, load(minimum + place), offset)
-            store(folded + row * step + place, weight * load(scale + place))
+        for vector in range((length + LANES - 1) // LANES):
+            place = row * step + _ROW * vector
+            number = load(rows + place)
+            offset = multiply_add(number, load(minimum + _ROW * vector), offset)
+            store(folded + place, number * load(scale + _ROW * vector))
         store_float(offsets + 4 * row, lanes_sum(offset))

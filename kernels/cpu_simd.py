@@ -410,6 +410,19 @@ for _symbol, _name in (
 ):
     overload(_symbol)(_arithmetic(_name))
 
+
+@compiled
+def word(job, index):  # type: ignore[no-untyped-def]
+    """Word ``index`` of a job."""
+    return load_int(job + 8 * index)
+
+
+@compiled
+def float_word(job, index):  # type: ignore[no-untyped-def]
+    """The float32 in word ``index`` of a job."""
+    return load_float(job + 8 * index)
+
+
 # Added to a float32 below 2 ** 22 in size, leaves its nearest integer in the lowest bits of the sum
 INTEGER_SHIFT = 1.5 * 2.0**23
 _LOG2_E = 1.4426950408889634

@@ -5,12 +5,14 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from .blocked_replay import Columns
 from .cpu_simd import (
     LANES,
     capped,
     compiled,
     exponential,
     fetch_add,
+    float_word,
     lanes_maximum,
     lanes_sum,
     load,
@@ -22,12 +24,15 @@ from .cpu_simd import (
     store,
     store_first,
     store_float,
+    word,
 )
 from .cpu_threads import float_bits, run_on_threads, worker
 
 REDUCTIONS = {"max": 0, "sum_of_squares": 1, "sum": 2, "logit": 3}
 _MAX, _SUM_OF_SQUARES, _SUM, _LOGIT = REDUCTIONS.values()
 _VECTOR = 4 * LANES
+# Logits of a block: larger ones fall out of the caches, smaller ones make thin products
+_BLOCK_ELEMENTS = 3 << 19
 _MIN_ITEMS = 16  # fewer could not be shared evenly by the threads
 
 # The job: 64-bit words, shared by all threads. Addresses and steps in bytes
@@ -45,6 +50,7 @@ _MIN_ITEMS = 16  # fewer could not be shared evenly by the threads
     _SCORES,
     _REDUCTION,
     _SOFTCAP,
+    _IN_LOGITS,
     _WEIGHTS,
     _ROW_WEIGHT,
     _ROW_WEIGHT_STEP,
@@ -52,12 +58,7 @@ _MIN_ITEMS = 16  # fewer could not be shared evenly by the threads
     _LSE,
     _KEYS,
     _WORDS,
-) = range(20)
-
-
-@compiled
-def _word(job, word):  # type: ignore[no-untyped-def]
-    return load_int(job + 8 * word)
+) = range(21)
 
 
 @compiled
@@ -150,24 +151,24 @@ def _add_weights(row, low, high, scores, factor, squared):  # type: ignore[no-un
 @compiled
 def _run_item(job, item):  # type: ignore[no-untyped-def]
     """Visit one share of the rows of one query head."""
-    rows, splits, reduction = _word(job, _ROWS), _word(job, _SPLITS), _word(job, _REDUCTION)
-    keys, anchor, first_own = _word(job, _KEYS), _word(job, _ANCHOR), _word(job, _FIRST_OWN)
+    rows, splits, reduction = word(job, _ROWS), word(job, _SPLITS), word(job, _REDUCTION)
+    keys, anchor, first_own = word(job, _KEYS), word(job, _ANCHOR), word(job, _FIRST_OWN)
     member, split = item // splits, item % splits
-    softcap = load_float(job + 8 * _SOFTCAP)
-    write = _word(job, _WEIGHTS) != 0
-    scores = _word(job, _SCORES) + 4 * item * (first_own - anchor)
+    softcap = float_word(job, _SOFTCAP)
+    write = word(job, _WEIGHTS) != 0
+    scores = word(job, _SCORES) + 4 * item * (first_own - anchor)
     for row in range(rows * split // splits, rows * (split + 1) // splits):
-        index = _word(job, _FIRST_ROW) + row
-        address = _word(job, _LOGITS) + (member * rows + row) * _word(job, _STEP)
+        index = word(job, _FIRST_ROW) + row
+        address = word(job, _LOGITS) + (member * rows + row) * word(job, _STEP)
         low, high = 0, first_own + index + 1
-        if _word(job, _FIRST_VISIBLE) != 0:
-            low = load_int(_word(job, _FIRST_VISIBLE) + 8 * index)
+        if word(job, _FIRST_VISIBLE) != 0:
+            low = load_int(word(job, _FIRST_VISIBLE) + 8 * index)
         scored_low, scored_high = max(low, anchor), first_own
         target = scores + 4 * (scored_low - anchor)
         row_weight = np.float32(1.0)
-        if _word(job, _ROW_WEIGHT) != 0:
-            batch_row = member // _word(job, _MEMBERS_PER_ROW)
-            row_weight = load_float(_word(job, _ROW_WEIGHT) + batch_row * _word(job, _ROW_WEIGHT_STEP) + 4 * index)
+        if word(job, _ROW_WEIGHT) != 0:
+            batch_row = member // word(job, _MEMBERS_PER_ROW)
+            row_weight = load_float(word(job, _ROW_WEIGHT) + batch_row * word(job, _ROW_WEIGHT_STEP) + 4 * index)
         if softcap > 0:
             _cap_row(address, low, high, softcap)
         if reduction == _LOGIT:
@@ -175,15 +176,13 @@ def _run_item(job, item):  # type: ignore[no-untyped-def]
             if not write:
                 continue
         peak = _peak(address, low, high)
-        # Without weights to hand on, the maximum is taken of logits: exp(max(x - lse)) = max(exp(x - lse))
-        in_logits = reduction == _MAX and not write
+        in_logits = word(job, _IN_LOGITS) != 0
         total = _exponentials(address, low, high, peak, not in_logits)
         lse = peak + np.log(total)
-        if _word(job, _LSE) != 0:
-            store_float(_word(job, _LSE) + 4 * (member * rows + row), np.float32(lse))
+        if word(job, _LSE) != 0:
+            store_float(word(job, _LSE) + 4 * (member * rows + row), np.float32(lse))
         if in_logits:
-            offset = np.float32(np.log(row_weight) - lse)
-            _raise_maxima(address, scored_low, scored_high, target, np.float32(1.0), offset)
+            _raise_maxima(address, scored_low, scored_high, target, np.float32(1.0), np.float32(-lse))
             continue
         factor = np.float32(1.0) / total
         if reduction == _MAX:
@@ -200,7 +199,7 @@ def _run_item(job, item):  # type: ignore[no-untyped-def]
 def _visit_rows(job):  # type: ignore[no-untyped-def]
     while True:
         item = fetch_add(job + 8 * _NEXT, 1)
-        if item >= _word(job, _ITEMS):
+        if item >= word(job, _ITEMS):
             break
         _run_item(job, item)
 
@@ -208,76 +207,48 @@ def _visit_rows(job):  # type: ignore[no-untyped-def]
 _row_worker = worker(_visit_rows)
 
 
-class ColumnScores:
-    """
-    Scores of the columns of one chunk, gathered over blocks of rows.
+class CpuColumnScores:
+    """See :class:`kvzip_press.kernels.blocked_replay.ColumnScores`; float32, weights take the place of the logits."""
 
-    Parameters
-    ----------
-    members : int
-        Query heads, over all rows of the batch.
-    anchor, first_own : int
-        The scored columns are ``[anchor, first_own)`` of the gathered ones; the replayed tokens' own follow.
-    reduction : str
-        One of :data:`REDUCTIONS`.
-    with_weights : bool
-        Whether the softmax weights are needed in place of the logits.
-    """
-
-    def __init__(self, members: int, anchor: int, first_own: int, reduction: str, with_weights: bool) -> None:
-        self._in_logits = reduction == "max" and not with_weights
-        self._splits = -(-_MIN_ITEMS // members)
-        fill = -torch.inf if reduction == "logit" or self._in_logits else 0.0
-        self._scores = torch.full((members, self._splits, first_own - anchor), fill)
-        self._reduction = reduction
+    def __init__(self, columns: Columns) -> None:
+        self._columns = columns
+        # Without weights to hand on, the maximum is taken of logits: exp(max(x - lse)) = max(exp(x - lse))
+        self._in_logits = columns.reduction == "max" and not columns.with_weights and columns.row_weight is None
+        splits = -(-_MIN_ITEMS // columns.members)
+        fill = -torch.inf if columns.reduction == "logit" or self._in_logits else 0.0
+        self._scores = torch.full((columns.members, splits, columns.first_own - columns.anchor), fill)
         job = self._job = [0] * _WORDS
-        job[_ITEMS], job[_SPLITS], job[_SCORES] = members * self._splits, self._splits, self._scores.data_ptr()
-        job[_ANCHOR], job[_FIRST_OWN] = anchor, first_own
-        job[_REDUCTION], job[_WEIGHTS] = REDUCTIONS[reduction], int(with_weights)
+        job[_ITEMS], job[_SPLITS], job[_SCORES] = columns.members * splits, splits, self._scores.data_ptr()
+        job[_ANCHOR], job[_FIRST_OWN], job[_SOFTCAP] = (
+            columns.anchor,
+            columns.first_own,
+            float_bits(columns.softcap or 0.0),
+        )
+        job[_REDUCTION], job[_IN_LOGITS] = REDUCTIONS[columns.reduction], int(self._in_logits)
+        job[_WEIGHTS] = int(columns.with_weights)
+        if columns.first_visible is not None:
+            job[_FIRST_VISIBLE] = columns.first_visible.data_ptr()
+        if columns.row_weight is not None:
+            job[_ROW_WEIGHT], job[_ROW_WEIGHT_STEP] = columns.row_weight.data_ptr(), 4 * columns.row_weight.shape[1]
+            job[_MEMBERS_PER_ROW] = columns.members // len(columns.row_weight)
 
-    def visit(
-        self,
-        logits: torch.Tensor,
-        first_row: int,
-        *,
-        softcap: float | None,
-        first_visible: torch.Tensor | None,
-        row_weight: torch.Tensor | None,
-        lse: torch.Tensor | None,
-    ) -> None:
-        """
-        Take a block of rows into account.
+    @staticmethod
+    def block_elements(device: torch.device) -> int:
+        """Logits of a block of rows."""
+        return _BLOCK_ELEMENTS
 
-        Parameters
-        ----------
-        logits : torch.Tensor
-            Float32, contiguous, shape (members, rows, keys): scaled products of the queries from ``first_row`` on.
-            Replaced by the softmax weights if these were asked for.
-        first_row : int
-            Index of the first query among the replayed tokens.
-        softcap : float, optional
-            ``softcap * tanh(logits / softcap)`` replaces the logits.
-        first_visible : torch.Tensor, optional
-            First gathered column that each replayed token sees, shape (q_len,), int64.
-        row_weight : torch.Tensor, optional
-            Factor of each replayed token's weights, float32, contiguous, shape (batch_size, q_len).
-        lse : torch.Tensor, optional
-            Receives the log-sum-exp of each row, float32, contiguous, shape (members, rows).
-        """
-        members, rows, keys = logits.shape
+    def visit(self, logits: torch.Tensor, first_row: int, lse: torch.Tensor | None) -> torch.Tensor:
+        """Take a block of rows into account."""
+        _, rows, keys = logits.shape
         job = self._job
         job[_LOGITS], job[_ROWS], job[_KEYS], job[_STEP] = logits.data_ptr(), rows, keys, 4 * keys
-        job[_FIRST_ROW], job[_SOFTCAP] = first_row, float_bits(softcap or 0.0)
-        job[_FIRST_VISIBLE] = 0 if first_visible is None else first_visible.data_ptr()
-        job[_LSE] = 0 if lse is None else lse.data_ptr()
-        if row_weight is not None:
-            job[_ROW_WEIGHT], job[_ROW_WEIGHT_STEP] = row_weight.data_ptr(), 4 * row_weight.shape[1]
-            job[_MEMBERS_PER_ROW] = members // len(row_weight)
+        job[_FIRST_ROW], job[_LSE] = first_row, 0 if lse is None else lse.data_ptr()
         run_on_threads(_row_worker, job, min(torch.get_num_threads(), job[_ITEMS]))
+        return logits
 
     def result(self) -> torch.Tensor:
         """Scores of each query head, shape (members, columns), float32."""
-        if self._reduction in ("max", "logit"):
+        if self._columns.reduction in ("max", "logit"):
             scores = self._scores.amax(dim=1)
             return scores.exp() if self._in_logits else scores
         return self._scores.sum(dim=1)

@@ -14,6 +14,7 @@ import torch
 from numba import njit
 
 from kvzip_press.kernels import cpu_decode, cpu_rows, cpu_simd, cpu_softmax, cpu_threads
+from kvzip_press.kernels.blocked_replay import Columns
 from kvzip_press.kernels.segments import Segments
 
 
@@ -159,11 +160,17 @@ def test_column_scores_need_no_weights_to_find_the_maximum():
     future = torch.ones(9, 54, dtype=torch.bool).triu(46)
     weights = logits.double().masked_fill(future, -torch.inf).softmax(-1)
     truth = (weights[..., 5:45] * row_weight.double().repeat_interleave(3, 0).unsqueeze(-1)).amax(1)
-    for with_weights in (False, True):
-        scores = cpu_softmax.ColumnScores(6, 5, 45, "max", with_weights)
-        visited = logits.clone()
-        scores.visit(visited, 0, softcap=None, first_visible=None, row_weight=row_weight, lse=None)
-        torch.testing.assert_close(scores.result().double(), truth, atol=1e-6, rtol=1e-5)
+    plain_truth = weights[..., 5:45].amax(1)
+    for with_weights, factor in itertools.product((False, True), (None, row_weight)):
+        columns = Columns(6, 5, 45, "max", with_weights, None, None, factor, torch.float32, torch.device("cpu"))
+        scores = cpu_softmax.CpuColumnScores(columns)
+        lse = torch.empty(6, 9)
+        visited = scores.visit(logits.clone(), 0, lse)
+        expected = plain_truth if factor is None else truth
+        torch.testing.assert_close(scores.result().double(), expected, atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(
+            lse.double(), logits.double().masked_fill(future, -torch.inf).logsumexp(-1), atol=1e-5, rtol=1e-5
+        )
         if with_weights:
             torch.testing.assert_close(visited.double(), weights, atol=1e-6, rtol=1e-5)
 

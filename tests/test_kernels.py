@@ -10,7 +10,7 @@ from attention_oracle import bounds, expected_decode, quantized, randn
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvzip_press.kernels import cpu_replay, reference, torch_decode, torch_replay
+from kvzip_press.kernels import cpu_softmax, reference, torch_decode, torch_replay
 from kvzip_press.kernels.api import REDUCTIONS, decode_attention, replay_attention, replay_scores
 from kvzip_press.kernels.merge import merge_lse
 from kvzip_press.kernels.quantization import quantize_keys, quantize_values
@@ -436,7 +436,7 @@ def test_the_specification_of_the_replay_worked_by_hand():
 def test_replay_equals_its_specification(monkeypatch, local, reduction, softcap, window, block):
     """Outputs and scores, over reductions, soft-cap and windows, in blocks of 16 rows and in one."""
     monkeypatch.setitem(torch_replay._BLOCK_ELEMENTS, "cpu", block)
-    monkeypatch.setattr(cpu_replay, "_BLOCK_ELEMENTS", block)
+    monkeypatch.setattr(cpu_softmax, "_BLOCK_ELEMENTS", block)
     inputs = replay_inputs(batch_size=2, q_len=37)
     columns = dict(anchor=4, start=20, end=45)
     check_replay(inputs, **columns, local=local, reduction=reduction, softcap=softcap, window=window)
