@@ -68,8 +68,6 @@ class PeakMemory:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         gc.collect()
-        if device.type == "cpu":
-            return_free_memory()
         self._baseline = self._peak() if self._reset() else None
 
     def lap(self) -> int | None:
@@ -85,6 +83,8 @@ class PeakMemory:
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
             return True
+        # A block of the heap stays resident after it is freed, and would count as in use
+        return_free_memory()
         try:
             CLEAR_REFS.write_text("5")
         except OSError:
