@@ -54,7 +54,7 @@ def decode_attention(
     softmax_scale : float
         Factor of the logits.
     softcap : float, optional
-        ``softcap * tanh(logits / softcap)`` replaces the logits.
+        ``softcap * tanh(logits / softcap)`` replaces the logits; positive.
     tail : tuple[torch.Tensor, torch.Tensor], optional
         Keys and values after the context, shape (batch_size, num_kv_heads, tail_len, head_dim).
     tail_mask : torch.Tensor, optional
@@ -78,6 +78,7 @@ def decode_attention(
         If what the named backend needs is not installed.
     """
     segments = cu_seqlens if isinstance(cu_seqlens, Segments) else Segments(cu_seqlens)
+    _check_query(query.shape, softcap)
     head_dim, value_dim, dtype, device = query.shape[-1], packed_value.shape[-1], packed_key.dtype, query.device
     _check_packed(query.shape, device, packed_key, packed_value, segments)
     if tail is not None:
@@ -99,6 +100,15 @@ def decode_attention(
     wide = accumulation_dtype(query.dtype)
     # The reference answers in float64
     return (out, lse) if out.dtype == wide else (out.to(wide), lse.to(wide))
+
+
+def _check_query(shape: torch.Size, softcap: float | None) -> None:
+    if len(shape) != 4 or 0 in shape:
+        raise ValueError(
+            f"query must have shape (batch_size, num_heads, q_len, head_dim), none of them 0; got {tuple(shape)}"
+        )
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"softcap must be positive, or None for no soft-cap; got {softcap}")
 
 
 def _check_kind(name: str, packed: Any, quantized: type) -> None:
@@ -219,7 +229,7 @@ def replay_attention(
     softmax_scale : float
         Factor of the logits.
     softcap : float, optional
-        ``softcap * tanh(logits / softcap)`` replaces the logits.
+        ``softcap * tanh(logits / softcap)`` replaces the logits; positive.
     window : int, optional
         Sliding window: a token sees the last ``window`` tokens, itself included.
     reduction : str
@@ -246,6 +256,7 @@ def replay_attention(
     ImportError
         If what the named backend needs is not installed.
     """
+    _check_query(query.shape, softcap)
     _check_replay(context_key, anchor, start, end, reduction)
     module = replay_module(backend, query.device, query.dtype, query.shape[-1])
     out, scores = module.replay_attention(
@@ -305,6 +316,7 @@ def replay_scores(
     ImportError
         If what the named backend needs is not installed.
     """
+    _check_query(query.shape, softcap)
     _check_replay(context_key, anchor, start, end, reduction)
     module = replay_module(backend, query.device, query.dtype, query.shape[-1])
     scores: torch.Tensor = module.replay_scores(

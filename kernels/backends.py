@@ -149,12 +149,11 @@ def _resolve(
     backend: str, device: torch.device, dtypes: tuple[torch.dtype, ...], head_dim: int, quantized: bool = False
 ) -> Backend:
     check_backend(backend)
-    if backend == "auto":
-        return REGISTRY[_choose(device, dtypes, head_dim, quantized)]
-    found = REGISTRY[backend]
+    found = REGISTRY[_choose(device, dtypes, head_dim, quantized) if backend == "auto" else backend]
     reason = found.unsupported(device, dtypes, head_dim, quantized)
     if reason is not None:
-        raise ValueError(f"backend {backend!r} {reason}; use backend='auto' or 'torch'")
+        remedy = "" if backend == "auto" else "; use backend='auto' or 'torch'"
+        raise ValueError(f"backend {backend!r} {reason}{remedy}")
     if found.package is not None:
         try:
             importlib.import_module(found.package)

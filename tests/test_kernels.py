@@ -289,7 +289,21 @@ def tail_of(keys, values=None, dtype=torch.float32):
         (dict(backend="fast"), "backend must be one of auto.*got 'fast'"),
         (dict(cu_seqlens=bounds([10, 10, 10])), "3 segments, which don't divide 1 rows x 4 heads"),
         (dict(query=torch.zeros(3, 4, 1, 8)), "2 segments, which don't divide 3 rows x 4 heads"),
-        (dict(query=torch.zeros(0, 4, 1, 8)), "2 segments, which don't divide 0 rows x 4 heads"),
+        (dict(query=torch.zeros(0, 4, 1, 8)), r"none of them 0; got \(0, 4, 1, 8\)"),
+        (dict(query=torch.zeros(1, 4, 0, 8)), r"none of them 0; got \(1, 4, 0, 8\)"),
+        (dict(query=torch.zeros(1, 4, 1, 0)), r"none of them 0; got \(1, 4, 1, 0\)"),
+        (dict(query=torch.zeros(4, 1, 8)), r"shape \(batch_size, num_heads, q_len, head_dim\).*got \(4, 1, 8\)"),
+        (dict(softcap=0.0), "softcap must be positive, or None for no soft-cap; got 0.0"),
+        (dict(softcap=-1.0), "got -1.0"),
+        (dict(softcap=float("nan")), "got nan"),
+        (
+            dict(
+                query=torch.zeros(1, 4, 1, 8, dtype=torch.int32),
+                packed_key=torch.zeros(20, 8, dtype=torch.int32),
+                packed_value=torch.zeros(20, 8, dtype=torch.int32),
+            ),
+            "'auto' takes float64, float32, bfloat16, float16, got int32$",
+        ),
         (dict(cu_seqlens=torch.tensor([0])), r"shape \(num_segments \+ 1,\), got torch.int64 with shape \(1,\)"),
         (dict(cu_seqlens=torch.tensor([0.0, 20.0])), "must be int32 or int64.*got torch.float32"),
         (dict(cu_seqlens=bounds([10, 11])), r"packed_key \(20\), packed_value \(20\) and cu_seqlens \(21\)"),
@@ -507,6 +521,24 @@ def test_replay_refuses_an_unknown_reduction():
     """An unknown reduction is an error that names the known ones."""
     with pytest.raises(ValueError, match="reduction must be one of max.*got 'mean'"):
         replay_attention(*replay_inputs(), anchor=0, start=0, end=50, local=True, softmax_scale=1.0, reduction="mean")
+
+
+@pytest.mark.parametrize("softcap", [0.0, -1.0])
+def test_replay_refuses_a_soft_cap_that_is_not_positive(softcap):
+    """A soft-cap divides by itself: without one, pass None."""
+    inputs = replay_inputs()
+    options = dict(anchor=4, start=20, end=45, softmax_scale=0.25, softcap=softcap)
+    with pytest.raises(ValueError, match=f"softcap must be positive, or None for no soft-cap; got {softcap}"):
+        replay_attention(*inputs, local=True, **options)
+    with pytest.raises(ValueError, match=f"softcap must be positive, or None for no soft-cap; got {softcap}"):
+        replay_scores(inputs[0], inputs[1], inputs[3], **options)
+
+
+def test_replay_refuses_no_replayed_tokens():
+    """The strongest attention from no token at all is no number."""
+    inputs = replay_inputs(q_len=0)
+    with pytest.raises(ValueError, match="query must have shape.*none of them 0"):
+        replay_attention(*inputs, anchor=4, start=20, end=45, local=True, softmax_scale=0.25)
 
 
 def test_a_backend_without_a_replay_is_refused_for_it():
