@@ -3,7 +3,7 @@ Run kvpress's own, unmodified evaluation script with the presses of kvzip-press 
 
 The script is in kvpress's source distribution alone, and needs packages of its own:
 
-    pip download --no-binary :all: --no-deps kvpress==0.5.5
+    pip download --no-binary kvpress --no-deps kvpress==0.5.5
     tar xf kvpress-0.5.5.tar.gz
     pip install "kvpress[eval]==0.5.5"
     python -m kvzip_press.eval.kvpress_evaluate kvpress-0.5.5/evaluation/evaluate.py \
@@ -21,7 +21,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-REMEDY = "get it with `pip download --no-binary :all: --no-deps kvpress==0.5.5` and unpack it"
+REMEDY = "get it with `pip download --no-binary kvpress --no-deps kvpress==0.5.5` and unpack it"
 
 
 def register_presses(registry: dict) -> list[str]:

@@ -119,7 +119,7 @@ def _rescore(arguments: argparse.Namespace) -> None:
         for record in records:
             log.add(record)
         run = read_run(arguments.results)
-        note_run(target, run, run.get("saved"))
+        note_run(target, run, run.get("saved"), run.get("left_out"))
     print(score_tables(records))
 
 

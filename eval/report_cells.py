@@ -13,6 +13,8 @@ from kvzip_press.eval.report import Record
 from kvzip_press.eval.statistics import mean_and_error, paired_difference
 
 FULL = "full"
+# Standard errors that the full cache's score must be above 0
+FAILED_BELOW_ERRORS = 2
 # Setting, task, press, ratio.
 Place = tuple[str, str, str, float]
 
@@ -132,10 +134,24 @@ def ratio_of_means(values: Sequence[float], bases: Sequence[float]) -> tuple[flo
     return ratio, None if error is None else error / base
 
 
+def failed_tasks(cells: Iterable[Cell]) -> set[tuple[str, str]]:
+    """Settings and tasks in which the full cache's score is not told from 0: a division by it says nothing."""
+    return {
+        (cell.setting, cell.task)
+        for cell in cells
+        if cell.press == FULL and cell.score <= FAILED_BELOW_ERRORS * (cell.error or 0)
+    }
+
+
 def averages_of(cells: list[Cell]) -> list[Average]:
     """Average over the tasks, each of the same weight, without those that can't be compared with the full cache."""
     averages = []
-    comparable = [cell for cell in cells if cell.relative is not None and cell.press != FULL]
+    failed = failed_tasks(cells)
+    comparable = [
+        cell
+        for cell in cells
+        if cell.relative is not None and cell.press != FULL and (cell.setting, cell.task) not in failed
+    ]
     for (setting, press, ratio), group in grouped(comparable, lambda c: (c.setting, c.press, c.ratio)).items():
         errors = [cell.relative_error for cell in group if cell.relative_error is not None]
         costs = [cell.relative_cost for cell in group]

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from kvzip_press.eval.report_cells import FULL, Average, Cell
+from kvzip_press.eval.report_cells import FULL, Average, Cell, failed_tasks
 from kvzip_press.eval.report_format import MISSING, Table, figure, matrix, plus_minus
 from kvzip_press.eval.report_parts import part_tables
 from kvzip_press.eval.report_summary import SHARE, Summary, held_to, title_of
@@ -45,9 +45,12 @@ def relative_table(summary: Summary, setting: str, suffix: str = "") -> Table:
 
     note = (
         f"Score divided by the full cache's on the same contexts, averaged over {_counted(tasks, 'task', 'tasks')}, "
-        "± standard error, by kept fraction asked for. Left out are tasks on which the full cache scores 0 or was not "
-        "measured, and tasks of fidelity and privacy."
+        "± standard error, by kept fraction asked for. Left out are tasks of fidelity and privacy, and those on which "
+        "the full cache was not measured or scores less than two standard errors above 0"
     )
+    failed = failed_tasks(summary.cells)
+    names = [title_of(summary, task) for task in summary.tasks if (setting, task) in failed]
+    note += f", which are here: {', '.join(names)}." if names else "."
     table = matrix("Relative average" + suffix, "", summary, averages, show, note)
     held = [held_to(summary, setting, row[0]) for row in table.rows]
     rows = [(*row, figure(ratio, "g")) for row, ratio in zip(table.rows, held, strict=True)]
@@ -117,7 +120,10 @@ def skipped_table(summary: Summary, run: Mapping[str, Any]) -> Table:
         (title_of(summary, task), press, f"{ratio:g}", reason, str(count))
         for (_, task, press, ratio, reason), count in summary.skipped.items()
     ]
-    rows += [(task, "all", "all", reason, "all") for task, reason in (run.get("left_out") or {}).items()]
+    had = {record["task"] for record in summary.records}
+    rows += [
+        (task, "all", "all", reason, "all") for task, reason in (run.get("left_out") or {}).items() if task not in had
+    ]
     note = "Skipped contexts are in no mean above."
     return Table("Skipped", "", ("task", "press", "ratio", "reason", "contexts"), rows, note, labels=4)
 

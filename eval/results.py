@@ -141,7 +141,12 @@ def read_run(folder: Path | str) -> Record:
     return run
 
 
-def note_run(folder: Path | str, provenance: Record, saved: dict[str, int] | None = None) -> None:
+def note_run(
+    folder: Path | str,
+    provenance: Record,
+    saved: dict[str, int] | None = None,
+    left_out: dict[str, str] | None = None,
+) -> None:
     """
     Write where the latest records come from.
 
@@ -153,9 +158,13 @@ def note_run(folder: Path | str, provenance: Record, saved: dict[str, int] | Non
         Versions, model, machine, arguments.
     saved : dict, optional
         Counts of the sweep, added to those of earlier runs into the folder.
+    left_out : dict, optional
+        Tasks that could not be had, with the reason, beside those of earlier runs.
     """
     path = Path(folder)
     with _lock(path):
-        before = read_run(path).get("saved") or {}
+        run = read_run(path)
+        before = run.get("saved") or {}
         counts = {name: before.get(name, 0) + (saved or {}).get(name, 0) for name in {**before, **(saved or {})}}
-        write_atomically(path / RUN, json.dumps({**provenance, "saved": counts}, indent=1) + "\n")
+        missing = {**(run.get("left_out") or {}), **(left_out or {})}
+        write_atomically(path / RUN, json.dumps({**provenance, "saved": counts, "left_out": missing}, indent=1) + "\n")

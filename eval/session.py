@@ -168,13 +168,16 @@ class Session:
         names = dict.fromkeys(name for _, grid in wanted for name in grid.presses if name != FULL)
         self.engine.check(list(names))
         self._note_effort()
-        return run_grids(
+        outcome = run_grids(
             wanted, self.log, self.identifier, self.engine, after=self._note_effort, progress=self.progress
         )
+        self._note_effort(outcome.left_out)
+        return outcome
 
-    def _note_effort(self) -> None:
+    def _note_effort(self, left_out: dict[str, str] | None = None) -> None:
         now = self.engine.effort.as_dict()
-        note_run(self.log.folder, self.provenance, {name: now[name] - self._noted.get(name, 0) for name in now})
+        done = {name: now[name] - self._noted.get(name, 0) for name in now}
+        note_run(self.log.folder, self.provenance, done, left_out)
         self._noted = now
 
 

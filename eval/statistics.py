@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from kvzip_press.eval.report import mean_and_error
 
-__all__ = ["mean_and_error", "paired_difference", "relative_score"]
+__all__ = ["mean_and_error", "paired_difference"]
 
 # Numbers drawn at once
 _BLOCK = 1 << 21
@@ -55,22 +54,3 @@ def paired_difference(
         means.append(differences[drawn].mean(axis=1))
     low, high = np.quantile(np.concatenate(means), [(1 - level) / 2, (1 + level) / 2])
     return float(differences.mean()), float(low), float(high)
-
-
-def relative_score(scores: Mapping[str, float], full: Mapping[str, float]) -> tuple[float | None, int]:
-    """
-    Score divided by the full cache's, averaged over tasks (arXiv 2505.23416, section 5.2).
-
-    Parameters
-    ----------
-    scores, full : Mapping of str to float
-        Mean score of each task, of a press and of the full cache.
-
-    Returns
-    -------
-    tuple
-        The average, None if no task can be compared, and the number of tasks in it. Tasks that the full cache was not
-        asked, or that it got nothing right of, can't.
-    """
-    ratios = [score / full[task] for task, score in scores.items() if full.get(task)]
-    return (math.fsum(ratios) / len(ratios), len(ratios)) if ratios else (None, 0)

@@ -36,7 +36,7 @@ needs_source = [
     pytest.mark.skipif(
         SCRIPT is None or not SCRIPT.is_file(),
         reason="KVPRESS_SOURCE is not the unpacked source distribution of kvpress "
-        "(pip download --no-binary :all: --no-deps kvpress==0.5.5)",
+        "(pip download --no-binary kvpress --no-deps kvpress==0.5.5)",
     ),
     pytest.mark.skipif(not all(find_spec(name) for name in NEEDED), reason="needs pip install 'kvpress[eval]==0.5.5'"),
 ]
@@ -184,7 +184,7 @@ def test_all_of_ours_are_registered_but_heads():
 @pytest.mark.parametrize("path", ["missing/evaluate.py", __file__])
 def test_a_wrong_path_is_answered_with_how_to_get_the_script(path, capsys):
     assert main([path]) == 2
-    assert "pip download --no-binary :all: --no-deps kvpress==0.5.5" in capsys.readouterr().err
+    assert "pip download --no-binary kvpress --no-deps kvpress==0.5.5" in capsys.readouterr().err
     with pytest.raises(ValueError, match="is not kvpress's evaluation/evaluate.py"):
         check_script(path)
 

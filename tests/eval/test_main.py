@@ -56,6 +56,18 @@ def test_run_measures_prints_tables_and_goes_on(evaluate):
     assert read_run(evaluate.results)["saved"] == run["saved"]
 
 
+def test_what_of_a_family_could_not_be_had_is_noted_for_the_report(evaluate, toys, monkeypatch):
+    def load(request):
+        raise FileNotFoundError("no data")
+
+    monkeypatch.setattr(toys["toy_b"], "load", load)
+    status, printed = evaluate("run", "--tasks", "toys", "--presses", "full", "--limit", 1, *evaluate.model)
+    assert status == 0 and "Left out: toy_b: no data" in printed.out
+    assert read_run(evaluate.results)["left_out"] == {"toy_b": "no data"}
+    evaluate("report", evaluate.results)
+    assert "| toy_b | all | all | no data | all |" in (evaluate.results / "report.md").read_text()
+
+
 def test_hyphens_in_task_names_are_underscores(evaluate):
     status, _ = evaluate("run", "--tasks", "toy-b", "--presses", "full", "--limit", 1, *evaluate.model)
     assert status == 0
@@ -121,7 +133,7 @@ def test_the_demo_measures_its_grid_by_the_cheap_sweep_and_reports(evaluate, mon
     report_page = pytest.importorskip("kvzip_press.eval.report_page")
     monkeypatch.setattr(report_page, "write_report", lambda results, out: [results / "report.html"])
     assert {task.family for task, _ in demo.demo_grids()[0][0]} == {"ruler"}
-    monkeypatch.setattr(demo, "PARTS", (("toy_a", None, 1), ("toy_b", None, 2)))
+    monkeypatch.setattr(demo, "PARTS", (demo.Part("toy_a", None, 1), demo.Part("toy_b", None, 2)))
     status, printed = evaluate("demo", *evaluate.model)
     assert status == 0
     assert "57 cells measured" in printed.out

@@ -6,7 +6,6 @@ from report_records import record
 from kvzip_press.eval.report_format import Table, markdown
 from kvzip_press.eval.report_summary import held_to, summarise
 from kvzip_press.eval.report_tables import all_tables, provenance_facts
-from kvzip_press.eval.statistics import relative_score
 
 
 def records_of(task, press, ratio, scores, **changes):
@@ -49,7 +48,6 @@ def test_relative_average_over_tasks():
     (average,) = summarise(two_tasks()).averages
     assert (average.tasks, average.relative) == (2, pytest.approx((2 / 3 + 3 / 4) / 2))
     assert average.error == pytest.approx(((2 / 9 / 4 / 0.75**2) + 0.25**2) ** 0.5 / 2)
-    assert (average.relative, 2) == pytest.approx(relative_score({"one": 0.5, "two": 0.375}, {"one": 0.75, "two": 0.5}))
     rows = rows_of(all_tables(summarise(two_tasks()), {}), "Relative average")
     assert rows == [("kvzip", "0.708 ± 0.201", "–")]
 
@@ -60,6 +58,21 @@ def test_tasks_that_the_full_cache_fails_are_in_no_average():
     assert [average.tasks for average in summary.averages] == [2]
     assert cell_of(summary, "three", "kvzip").relative is None
     assert cell_of(summary, "three", "kvzip").difference == 0.5
+
+
+def test_tasks_on_which_the_full_cache_is_not_told_from_0_are_in_no_average():
+    """A division by noise would outweigh all other tasks: here it would be 4."""
+    noise = records_of("three", "full", 1.0, [0, 0, 0, 0.25]) + records_of("three", "kvzip", 0.3, [0, 0, 0, 1])
+    summary = summarise(two_tasks() + noise)
+    assert [average.tasks for average in summary.averages] == [2]
+    assert cell_of(summary, "three", "kvzip").relative == 4
+    table = next(table for table in all_tables(summary, {}) if table.section == "Relative average")
+    assert table.note.endswith("which are here: three.")
+
+
+def test_a_single_context_has_no_error_and_counts():
+    summary = summarise(records_of("one", "full", 1.0, [1]) + records_of("one", "kvzip", 0.3, [0.5]))
+    assert [(average.tasks, average.relative) for average in summary.averages] == [(1, 0.5)]
 
 
 def test_only_the_same_contexts_are_compared():
@@ -137,6 +150,8 @@ def test_skipped_contexts_are_listed_and_in_no_mean():
     assert rows_of(all_tables(summary, {}), "Skipped") == [("one", "kvzip", "0.3", reason, "2")]
     rows = rows_of(all_tables(summary, {"left_out": {"squad": "no data"}}), "Skipped")
     assert rows[1:] == [("squad", "all", "all", "no data", "all")]
+    found = rows_of(all_tables(summary, {"left_out": {"squad": "no data", "one": "not on this day"}}), "Skipped")
+    assert found == rows, "what has records was had after all"
     assert "longer than the model's window \\| 2048" in markdown("model", all_tables(summary, {}))
 
 

@@ -126,9 +126,13 @@ def test_an_interrupted_replacement_leaves_the_old_file(tmp_path, monkeypatch):
 def test_a_folder_remembers_the_latest_run_and_adds_up_what_was_saved(tmp_path):
     assert read_run(tmp_path) == {}
     note_run(tmp_path, {"commit": "1"}, {"prefills": 2, "replays": 1})
-    note_run(tmp_path, {"commit": "2"})
-    note_run(tmp_path, {"commit": "3"}, {"prefills": 3, "replays": 0})
-    assert read_run(tmp_path) == {"commit": "3", "saved": {"prefills": 5, "replays": 1}}
+    note_run(tmp_path, {"commit": "2"}, left_out={"squad": "no data"})
+    note_run(tmp_path, {"commit": "3"}, {"prefills": 3, "replays": 0}, {"gsm8k": "no data either"})
+    assert read_run(tmp_path) == {
+        "commit": "3",
+        "saved": {"prefills": 5, "replays": 1},
+        "left_out": {"squad": "no data", "gsm8k": "no data either"},
+    }
     assert json.loads((tmp_path / "run.json").read_text()) == read_run(tmp_path)
 
 

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from kvzip_press.eval.statistics import mean_and_error, paired_difference, relative_score
+from kvzip_press.eval.statistics import mean_and_error, paired_difference
 
 
 def test_mean_and_standard_error_by_hand():
@@ -61,10 +61,3 @@ def test_unpaired_scores_are_refused():
         paired_difference([], [])
     with pytest.raises(ValueError, match=r"level must be in \(0, 1\), got 95"):
         paired_difference([1], [1], level=95)
-
-
-def test_relative_score_averages_over_tasks_that_can_be_compared():
-    scores = {"a": 0.4, "b": 0.9, "never right": 0.1, "not asked": 0.5}
-    full = {"a": 0.8, "b": 0.9, "never right": 0.0}
-    assert relative_score(scores, full) == (pytest.approx(0.75), 2)
-    assert relative_score(scores, {}) == (None, 0)
