@@ -10,6 +10,11 @@ from pathlib import Path
 import pytest
 
 from kvzip_press import cli
+from kvzip_press.eval.main import COMMANDS
+from kvzip_press.eval.main import main as eval_main
+from kvzip_press.eval.main_parser import build_parser
+from kvzip_press.eval.presses import check_name
+from kvzip_press.eval.session import find_tasks
 
 ROOT = Path(__file__).parents[2]
 
@@ -55,3 +60,18 @@ def test_commands(workplace, capsys):
         assert cli.main(shlex.split(line)[1:]) == 0
     assert (workplace / "heads.safetensors").is_file()
     assert "Helena Voss" in capsys.readouterr().out
+
+
+def test_evaluation_commands(workplace, capsys):
+    """Those for the packaged model are run; of the others, which need a model or a cluster, the arguments are read."""
+    lines = [line for block in blocks("bash") for line in block.splitlines() if line.startswith("kvzip-eval ")]
+    assert len(lines) == 4
+    for line in lines:
+        arguments = shlex.split(line)[1:]
+        if "--model" in arguments:
+            parsed = build_parser(COMMANDS).parse_args(arguments)
+            assert find_tasks(parsed.tasks) and all(map(check_name, parsed.presses))
+        else:
+            assert eval_main(arguments) == 0
+    assert (workplace / "results" / "mine" / "report.html").is_file()
+    assert "ruler_niah_single_2" in capsys.readouterr().out
