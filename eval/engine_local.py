@@ -17,13 +17,14 @@ from kvzip_press.eval.chat import Chat, OpenedContext
 from kvzip_press.eval.fidelity import answer_logprobs, compare
 from kvzip_press.eval.identity import Identifier, RunIdentity, Unit, key_of
 from kvzip_press.eval.metrics import Score, metric_of
-from kvzip_press.eval.presses import check_press, make_press
+from kvzip_press.eval.presses import check_press, is_ours, make_press
 from kvzip_press.eval.records import excerpt, mean_score, question_record
 from kvzip_press.eval.report import Record
 from kvzip_press.eval.results import sha256
 from kvzip_press.eval.sweep import ContextSweep, Effort, PressFailure, SweptCache, Variant, plain_nbytes
 from kvzip_press.eval.tasks.base import Question
 from kvzip_press.eval.tasks.fidelity import METRIC as FIDELITY
+from kvzip_press.eval.warm_up import warm_up
 from kvzip_press.models import language_model
 
 
@@ -88,6 +89,7 @@ class LocalEngine:
         self.commit = commit
         self.effort = Effort()
         self._identifier = Identifier(identity, tokenizer, head_scores)
+        self._warm: set[str] = set()
 
     def check(self, names: Sequence[str]) -> None:
         """
@@ -122,6 +124,7 @@ class LocalEngine:
             for variant in unit.variants:
                 yield self._record(unit, variant, rounds, _Tally(failure=reason))
             return
+        self._warm_up(unit)
         tallies = {variant: _Tally() for variant in unit.variants}
         for number, turn in enumerate(rounds):
             sweep = ContextSweep(
@@ -142,6 +145,14 @@ class LocalEngine:
         for variant, tally in tallies.items():
             if tally.failure is not None and variant not in wanted:
                 yield self._record(unit, variant, rounds, tally)
+
+    def _warm_up(self, unit: Unit) -> None:
+        """Leave no compilation to the first cell of a press."""
+        presses = {press for press, _ in unit.variants if is_ours(press)} - self._warm
+        if presses:
+            chat = Chat(self.tokenizer, unit.prompt, unit.instruction)
+            warm_up(self.model, chat, presses, head_scores=self.head_scores, backend=self.identity.backend)
+            self._warm |= presses
 
     def _rounds(self, unit: Unit) -> tuple[list[_Round], str | None]:
         """Return the contexts to compress with their questions, and why they can't be, if so."""

@@ -35,11 +35,11 @@ def register_presses(registry: dict) -> list[str]:
     """
     from kvzip_press import KVzipPress
     from kvzip_press.eval.kvpress_format import registry_name
-    from kvzip_press.eval.presses import PRESSES, PressOptions
+    from kvzip_press.eval.presses import PRESSES, PressOptions, is_ours
 
     added = []
     for name, kind in PRESSES.items():
-        if not name.startswith("kvzip") or name == "kvzip-head":
+        if not is_ours(name) or name == "kvzip-head":
             continue
         press = kind.make(0.5, PressOptions(tokenizer=None))
         assert isinstance(press, KVzipPress)

@@ -11,6 +11,7 @@ import numpy as np
 import pandas as pd
 import yaml  # type: ignore[import-untyped]
 
+from kvzip_press.eval.presses import is_ours
 from kvzip_press.eval.report import Record
 from kvzip_press.eval.tasks.base import Sample
 from kvzip_press.eval.tasks.ruler import LENGTH, NUM_SAMPLES
@@ -35,7 +36,7 @@ NAMES = {
 
 def registry_name(press: str) -> str:
     """Name of a press in kvpress's registry; presses of kvzip-press are `kvzip_press` and `kvzip_press_...`."""
-    if press.startswith("kvzip"):
+    if is_ours(press):
         press = press.replace("kvzip", "kvzip-press", 1)
     return NAMES.get(press, press.replace("-", "_"))
 

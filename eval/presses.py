@@ -176,6 +176,11 @@ def make_press(
     return PRESSES[name].make(ratio, PressOptions(tokenizer, head_scores, backend))
 
 
+def is_ours(name: str) -> bool:
+    """Whether a press is one of kvzip-press."""
+    return name.startswith("kvzip")
+
+
 def check_name(name: str) -> str:
     """Return the name if there is such a press, else raise ValueError with near names."""
     if name not in PRESSES:

@@ -11,12 +11,14 @@ import torch
 from eval_harness import EvaluationRun, ToyTask, save_tiny_model, words
 
 from kvzip_press import HeadScores, KVzipPress
+from kvzip_press.eval import engine_local
 from kvzip_press.eval.fidelity import measure_press
 from kvzip_press.eval.identity import Identifier, RunIdentity, model_identity
 from kvzip_press.eval.results import read_records
 from kvzip_press.eval.runner import Grid, make_units
 from kvzip_press.eval.sweep import Effort
 from kvzip_press.eval.tasks.base import Question, Request, Sample
+from kvzip_press.eval.warm_up import warm_up
 from kvzip_press.pretrained import load_model
 
 TESTS = Path(__file__).resolve().parents[1]
@@ -225,6 +227,7 @@ sys.path.insert(0, {str(TESTS)!r})
 from pathlib import Path
 from eval_harness import EvaluationRun
 from kvzip_press.eval.results import SampleLog
+from kvzip_press.eval.warm_up import warm_up
 from kvzip_press.pretrained import load_model
 add = SampleLog.add
 def told(self, record):
@@ -440,3 +443,22 @@ def test_records_are_valid_json_lines(run):
     run(limit=1)
     for line in (run.folder / "samples.jsonl").read_text(encoding="utf-8").splitlines():
         json.loads(line, parse_constant=lambda name: pytest.fail(name))
+
+
+def test_each_of_our_presses_is_warmed_up_once_and_not_counted(toy, tmp_path, monkeypatch):
+    """What is compiled at first use would be in the first cell's time."""
+    warmed = []
+
+    def noted(model, chat, presses, **options):
+        warmed.append(sorted(presses))
+        warm_up(model, chat, presses, **options)
+
+    monkeypatch.setattr(engine_local, "warm_up", noted)
+    run = EvaluationRun(toy, tmp_path)
+    run(presses=("full", "snapkv"), ratios=(0.3,), limit=2)
+    assert warmed == []
+    run(presses=("full", "snapkv", "kvzip", "kvzip-int4"), ratios=(0.3, 0.5), limit=2)
+    assert warmed == [["kvzip", "kvzip-int4"]]
+    # Two contexts: a prefill for ours, another for the new ratio of SnapKV
+    assert run.engine.effort.prefills == 4
+    assert run.engine.effort.replays == 2
