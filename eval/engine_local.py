@@ -18,7 +18,7 @@ from kvzip_press.eval.fidelity import answer_logprobs, compare
 from kvzip_press.eval.identity import Identifier, RunIdentity, Unit, key_of
 from kvzip_press.eval.metrics import Score, metric_of
 from kvzip_press.eval.presses import check_press, is_ours, make_press
-from kvzip_press.eval.records import excerpt, mean_score, question_record
+from kvzip_press.eval.records import PRESS_FAILED, excerpt, mean_score, question_record
 from kvzip_press.eval.report import Record
 from kvzip_press.eval.results import sha256
 from kvzip_press.eval.sweep import ContextSweep, Effort, PressFailure, SweptCache, Variant, plain_nbytes
@@ -196,14 +196,14 @@ class LocalEngine:
 
     def _add(self, tally: _Tally, turn: _Round, swept: SweptCache | PressFailure, references: list[Any]) -> None:
         if isinstance(swept, PressFailure):
-            tally.failure = f"the press failed: {swept}"
+            tally.failure = f"{PRESS_FAILED}: {swept}"
             return
         start = time.perf_counter()
         try:
             for question, ids, reference in zip(turn.asked, turn.ids, references, strict=True):
                 tally.questions.append(self._ask(turn.opened, question, ids, swept, reference))
         except PressFailure as failure:
-            tally.failure = f"the press failed: {failure}"
+            tally.failure = f"{PRESS_FAILED}: {failure}"
             return
         seconds = {**swept.seconds, "answer": time.perf_counter() - start}
         tally.seconds = {part: tally.seconds.get(part, 0.0) + value for part, value in seconds.items()}

@@ -19,6 +19,8 @@ from kvzip_press.eval.tasks.ruler import TASKS as RULER
 
 DATASET = "ruler"
 PREFIX = "ruler_"
+# What the records of a folder have in common, beside what its name says
+ALIKE = ("source", "seed", "prompt", "budget", "dtype", "attention", "ratio")
 # Names in kvpress's registry; parameters that differ from those there are in the name
 NAMES = {
     "full": "no_press",
@@ -68,15 +70,14 @@ def write_folders(records: Iterable[Record], output: Path) -> list[Path]:
     groups: dict[tuple[tuple[str, ...], str], list[Record]] = {}
     for record in records:
         if record["family"] == DATASET and record["protocol"] != "reuse":
-            rest = json.dumps([record[part] for part in ("source", "seed", "prompt", "budget", "dtype", "attention")])
-            groups.setdefault((_components(record), rest), []).append(record)
+            groups.setdefault((_components(record), json.dumps([record[part] for part in ALIKE])), []).append(record)
     if not groups:
         raise ValueError("kvpress's format holds RULER alone, and there are no records of it: run --tasks ruler")
     names = [name for name, _ in groups]
     for name in names:
         if names.count(name) > 1:
             raise ValueError(
-                f"{'__'.join(name)} would hold records of different sources, seeds, prompts or budgets: "
+                f"{'__'.join(name)} would hold records of different sources, seeds, prompts, budgets or ratios: "
                 "measure each into a results folder of its own"
             )
     return [_write_folder(output, name, group) for (name, _), group in groups.items()]

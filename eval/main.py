@@ -78,8 +78,13 @@ def _run(arguments: argparse.Namespace) -> None:
     _print_outcome(outcome, arguments.output)
     if arguments.format == "kvpress":
         from kvzip_press.eval.kvpress_format import write_folders
+        from kvzip_press.eval.records import same_cells
+        from kvzip_press.eval.results import read_records
 
-        for folder in write_folders(outcome.records, arguments.output / "kvpress"):
+        records = outcome.records
+        if grid.shard != (1, 1):
+            records = same_cells(records, read_records(arguments.output))
+        for folder in write_folders(records, arguments.output / "kvpress"):
             print(folder)
 
 

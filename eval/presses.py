@@ -184,7 +184,7 @@ def is_ours(name: str) -> bool:
 def check_name(name: str) -> str:
     """Return the name if there is such a press, else raise ValueError with near names."""
     if name not in PRESSES:
-        near = get_close_matches(name, PRESSES) or sorted(PRESSES)
+        near = get_close_matches(name.lower(), PRESSES) or sorted(PRESSES)
         raise ValueError(f"unknown press {name!r}: did you mean {', '.join(near)}?")
     return name
 

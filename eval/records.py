@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from kvzip_press.eval.identity import key_of
 from kvzip_press.eval.metrics import Score, metric_of
 from kvzip_press.eval.report import Record
+from kvzip_press.eval.results import sha256
 from kvzip_press.eval.tasks.base import Question
 from kvzip_press.eval.tasks.fidelity import METRIC as FIDELITY
 
 EXCERPT = 400
+PRESS_FAILED = "the press failed"
+REQUIRED = ("model", "task", "sample", "press", "ratio", "protocol", "questions", "score")
+OF_A_SAMPLE = ("sample", "context_sha256", "questions_sha256")
 
 
 def excerpt(context: str) -> str:
@@ -36,8 +42,41 @@ def mean_score(questions: list[Record]) -> float:
     return sum(question["score"] for question in questions) / len(questions)
 
 
+def check_whole(record: Record) -> None:
+    """
+    Refuse what is not a record of an evaluation.
+
+    Raises
+    ------
+    ValueError
+        If it lacks a part.
+    """
+    missing = [name for name in REQUIRED if name not in record]
+    if missing:
+        raise ValueError(
+            f"the record {record.get('key')!r} has no {', '.join(missing)}: delete its line from samples.jsonl"
+        )
+
+
+def failed(record: Record) -> bool:
+    """Whether a press raised an error: another time it may not, so such a cell is measured again."""
+    return str(record.get("skipped") or "").startswith(PRESS_FAILED)
+
+
+def same_cells(records: Iterable[Record], among: Iterable[Record]) -> list[Record]:
+    """Records that differ from some of the given ones in nothing but their sample: those of other shards."""
+    wanted = {_cell(record) for record in records}
+    return [record for record in among if _cell(record) in wanted]
+
+
+def _cell(record: Record) -> str:
+    identity = {name: value for name, value in record["identity"].items() if name not in OF_A_SAMPLE}
+    return sha256({**identity, "max_new_tokens": sorted(set(identity["max_new_tokens"]))})
+
+
 def rescored(record: Record, scorer: str) -> Record:
     """Judge the saved answers of a record anew; measurements that are no judgement stay."""
+    check_whole(record)
     questions = []
     for saved in record["questions"]:
         if saved["metric"] == FIDELITY:

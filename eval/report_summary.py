@@ -7,8 +7,10 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kvzip_press.eval.records import check_whole
 from kvzip_press.eval.report import Record
 from kvzip_press.eval.report_cells import FULL, Average, Cell, Place, averages_of, cell_of, grouped
+from kvzip_press.eval.results import sha256
 
 # A press holds down to a ratio while it keeps this share of the full cache's score.
 SHARE = 0.95
@@ -19,8 +21,13 @@ MEASURES = {
     "fidelity": "top-1 agreement with the full cache",
 }
 # Records that differ in any of these are never averaged or compared.
-SETTING = ("model", "dtype", "attention", "device", "budget", "scorer", "protocol", "prompt")
-TASK = ("task", "length", "source", "seed", "task_version")
+SETTING = (
+    *("model", "weights", "dtype", "attention", "device", "window", "backend"),
+    *("budget", "scorer", "protocol", "prompt"),
+)
+TASK = ("task", "length", "source", "seed", "task_version", "data")
+# What a sample of a task holds, by its identity: it differs by corpus, edited files and shortened answers.
+CONTENTS = ("context_sha256", "questions_sha256", "instruction", "max_new_tokens")
 
 
 @dataclass(frozen=True)
@@ -64,7 +71,7 @@ def summarise(records: Iterable[Record]) -> Summary:
     records : iterable of dict
         As :func:`kvzip_press.eval.results.read_records` returns them.
     """
-    given = list(records)
+    given = _told_apart(records)
     setting_of, task_of = _labels(given, SETTING), _labels(given, TASK)
     labelled = [
         record | {"setting": setting_of[_key(record, SETTING)], "task_label": task_of[_key(record, TASK)]}
@@ -96,6 +103,23 @@ def summarise(records: Iterable[Record]) -> Summary:
         replaced=len(given) - len(kept),
         records=kept,
     )
+
+
+def _told_apart(records: Iterable[Record]) -> list[Record]:
+    """Add what of the identity keeps records apart: the weights, and which of the contents seen of a sample it has."""
+    seen: dict[tuple[Hashable, ...], list[str]] = {}
+    told = []
+    for record in records:
+        check_whole(record)
+        identity = record.get("identity") or {}
+        contents = sha256([identity.get(name) for name in CONTENTS])
+        known = seen.setdefault((*_key(record, TASK), record["sample"]), [])
+        if contents not in known:
+            known.append(contents)
+        described = {name: identity.get(name) for name in ("window", "backend")}
+        weights = (identity.get("model") or {}).get("weights")
+        told.append({**record, **described, "weights": weights, "data": known.index(contents) + 1})
+    return told
 
 
 def title_of(summary: Summary, task: str) -> str:

@@ -133,11 +133,23 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def read_run(folder: Path | str) -> Record:
-    """Return what `note_run` wrote, empty if there is none."""
+    """
+    Return what `note_run` wrote, empty if there is none.
+
+    Raises
+    ------
+    ValueError
+        If the file is damaged.
+    """
     file = Path(folder) / RUN
     if not file.is_file():
         return {}
-    run: Record = json.loads(file.read_text(encoding="utf-8"))
+    try:
+        run = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} is damaged: delete it, the records are elsewhere") from error
+    if not isinstance(run, dict):
+        raise ValueError(f"{file} is damaged: delete it, the records are elsewhere")
     return run
 
 

@@ -13,7 +13,7 @@ from kvzip_press.eval.chat import STYLES
 from kvzip_press.eval.identity import PROTOCOLS, Identifier, Unit, key_of
 from kvzip_press.eval.metrics import SCORERS, metric_of
 from kvzip_press.eval.presses import check_name, variants
-from kvzip_press.eval.records import rescored
+from kvzip_press.eval.records import failed, rescored
 from kvzip_press.eval.report import Record
 from kvzip_press.eval.results import SampleLog
 from kvzip_press.eval.sweep import Effort
@@ -154,7 +154,7 @@ def load_samples(
         except (ValueError, FileNotFoundError) as error:
             if named:
                 raise
-            left_out[task.name] = str(error)
+            left_out[task.name] = str(error).removeprefix(f"{task.name}: ")
             continue
         for sample in loaded:
             _check_questions(sample, task)
@@ -246,6 +246,9 @@ def run_grids(
         units += make_units(samples, grid)
         left_out |= missing
         found_samples |= bool(samples)
+    if found_samples and not units:
+        shards = ", ".join("{}/{}".format(*grid.shard) for _, grid in wanted)
+        raise ValueError(f"the shard {shards} holds no contexts: there are fewer contexts than shards")
     if not found_samples:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in left_out.items())
         raise ValueError(f"no contexts to measure on: {reasons or 'no tasks were named'}")
@@ -254,7 +257,7 @@ def run_grids(
     pending = [
         replace(unit, variants=unfinished)
         for unit, of_unit in zip(units, keys, strict=True)
-        if (unfinished := tuple(v for v, key in zip(unit.variants, of_unit, strict=True) if key not in log))
+        if (unfinished := tuple(v for v, key in zip(unit.variants, of_unit, strict=True) if not _finished(log, key)))
     ]
     number = sum(len(unit.variants) for unit in pending)
     if number:
@@ -269,6 +272,11 @@ def run_grids(
     return Outcome(records, number, len(records) - number - judged, judged, left_out)
 
 
+def _finished(log: SampleLog, key: str) -> bool:
+    record = log.get(key)
+    return record is not None and not failed(record)
+
+
 def _judge_anew(log: SampleLog, identifier: Identifier, unit: Unit) -> int:
     """Where the answers of a cell were saved under another scorer, judge them instead of asking again."""
     judged = 0
@@ -278,7 +286,7 @@ def _judge_anew(log: SampleLog, identifier: Identifier, unit: Unit) -> int:
             continue
         for scorer in SCORERS:
             saved = log.get(key_of(identity, scorer))
-            if saved is not None:
+            if saved is not None and not failed(saved):
                 log.add(rescored(saved, identity["scorer"]))
                 judged += 1
                 break

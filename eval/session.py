@@ -22,6 +22,7 @@ from kvzip_press.eval.results import SampleLog, note_run
 from kvzip_press.eval.runner import Engine, Grid, Outcome, run_grids
 from kvzip_press.eval.tasks.base import Task
 from kvzip_press.eval.tasks.registry import TASKS, get_tasks
+from kvzip_press.kernels.backends import check_backend
 
 
 @dataclass(frozen=True)
@@ -65,8 +66,9 @@ class ModelOptions:
         Raises
         ------
         ValueError
-            If the model, its device or its head scores can't be had.
+            If there is no such backend, or the model, its device or its head scores can't be had.
         """
+        check_backend(self.backend)
         logging.getLogger("kvpress").setLevel(logging.ERROR)
         transformers_logging.disable_progress_bar()
         if self.threads is not None:

@@ -119,9 +119,23 @@ def test_what_the_format_cant_hold_is_refused(measured, tmp_path):
     with pytest.raises(ValueError, match="kvpress's format holds RULER alone"):
         write_folders([{**record, "family": "niah"} for record in records], tmp_path)
     mixed = [*records, {**records[0], "prompt": "paper"}]
-    with pytest.raises(ValueError, match="different sources, seeds, prompts or budgets"):
+    with pytest.raises(ValueError, match="different sources, seeds, prompts, budgets or ratios"):
         write_folders(mixed, tmp_path)
+    # Both would be named 0.12
+    close = [{**records[0], "press": "kvzip", "ratio": ratio} for ratio in (0.88, 0.879)]
+    with pytest.raises(ValueError, match="kvzip_press__0.12 would hold records of different .* ratios"):
+        write_folders(close, tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+def test_the_last_of_some_shards_writes_what_an_unsharded_run_would(model_dir, data, measured, tmp_path):
+    command = ["leaderboard", "--model", str(model_dir), "--source", str(data), "--length", str(LENGTH), "--quiet"]
+    command += ["--presses", "kvzip", "--ratios", "0.5", "-o", str(tmp_path)]
+    for shard in ("1/2", "2/2"):
+        assert kvzip_eval([*command, "--shard", shard]) == 0
+    folders = (folder_of(results, "kvzip_press", "0.50") for results in (tmp_path, measured))
+    ours, whole = (pd.read_csv(folder / "predictions.csv").sort_values(["task", "question"]) for folder in folders)
+    pd.testing.assert_frame_equal(ours.reset_index(drop=True), whole.reset_index(drop=True))
 
 
 def test_query_aware_runs_are_named_so_behind_the_fraction(measured, tmp_path):

@@ -85,6 +85,45 @@ def test_only_the_same_contexts_are_compared():
     assert row[1].startswith("0.600")
 
 
+@pytest.mark.parametrize(
+    "other",
+    [{"context_sha256": "b"}, {"questions_sha256": "b"}, {"max_new_tokens": [1]}, {"instruction": "Think."}],
+)
+def test_samples_of_one_name_that_hold_something_else_are_not_compared(other):
+    """Another corpus, an edited file or shortened answers give samples of the same name."""
+    made = {"context_sha256": "a", "questions_sha256": "a", "max_new_tokens": [8], "instruction": ""}
+    full = [record("one", sample, "full", 1.0, [1], identity=made) for sample in "01"]
+    ours = [record("one", sample, "kvzip", 0.3, [1], identity=made | other) for sample in "01"]
+    summary = summarise(full + ours)
+    assert summary.tasks == ["one, data 1", "one, data 2"]
+    assert (summary.averages, summary.replaced) == ([], 0)
+    assert cell_of(summary, "one, data 2", "kvzip").difference is None
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "names"),
+    [
+        ({"model": {"weights": "a1"}}, {"model": {"weights": "b2"}}, ("weights a1", "weights b2")),
+        ({"window": None}, {"window": 2048}, ("window None", "window 2048")),
+        ({"backend": "cpu"}, {"backend": "torch"}, ("backend cpu", "backend torch")),
+    ],
+)
+def test_models_and_kernels_that_differ_are_not_compared(one, other, names):
+    """Two models may be in folders of one name."""
+    full, ours = (
+        record("one", "0", "full", 1.0, [1], identity=one),
+        record("one", "0", "kvzip", 0.3, [1], identity=other),
+    )
+    summary = summarise([full, ours])
+    assert summary.settings == [f"SmolLM2-135M-Instruct, {name}" for name in names]
+    assert summary.averages == []
+
+
+def test_a_line_that_is_no_whole_record_is_named():
+    with pytest.raises(ValueError, match="the record 'abc' has no model, task, .* delete its line from samples.jsonl"):
+        summarise([*two_tasks(), {"key": "abc"}])
+
+
 def test_without_a_full_cache_nothing_is_compared():
     cell = summarise(records_of("one", "kvzip", 0.3, [1, 0])).cells[0]
     assert (cell.difference, cell.interval, cell.relative, cell.relative_cost.cache_bytes) == (None,) * 4

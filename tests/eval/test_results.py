@@ -123,6 +123,13 @@ def test_an_interrupted_replacement_leaves_the_old_file(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == [path]
 
 
+@pytest.mark.parametrize("text", ["{", "[1]", ""])
+def test_a_damaged_account_of_the_run_is_named(tmp_path, text):
+    (tmp_path / "run.json").write_text(text)
+    with pytest.raises(ValueError, match=r"run.json is damaged: delete it, the records are elsewhere"):
+        read_run(tmp_path)
+
+
 def test_a_folder_remembers_the_latest_run_and_adds_up_what_was_saved(tmp_path):
     assert read_run(tmp_path) == {}
     note_run(tmp_path, {"commit": "1"}, {"prefills": 2, "replays": 1})

@@ -267,6 +267,11 @@ def test_shards_share_the_samples_among_them(toy, tmp_path):
     assert {r["key"]: answers(r) for r in merged} == {r["key"]: answers(r) for r in whole.records}
 
 
+def test_a_shard_without_contexts_is_an_error(run):
+    with pytest.raises(ValueError, match="the shard 2/2 holds no contexts"):
+        run(limit=1, shard=(2, 2))
+
+
 def test_contexts_beyond_the_models_window_are_skipped_with_the_reason_not_cut(toy, tmp_path):
     run = EvaluationRun(toy, tmp_path, window=230)
     outcome = run(ToyTask("short", context_words=60), ToyTask("long", context_words=170), limit=1)
@@ -318,6 +323,12 @@ def test_a_press_of_kvpress_that_breaks_does_not_end_the_run(toy, tmp_path, monk
         None,
         *["the press failed: RuntimeError: shapes differ"] * 2,
     ]
+
+    monkeypatch.undo()
+    mended = EvaluationRun(toy, tmp_path)(presses=("full", "knorm"), limit=1)
+    assert (mended.measured, mended.found) == (2, 1), "what failed is measured again, what did not is not"
+    assert [record["skipped"] for record in mended.records] == [None] * 3
+    assert [record["skipped"] for record in read_records(tmp_path)] == [None] * 3
 
     def exhausted(*args, **kwargs):
         raise torch.OutOfMemoryError
@@ -400,7 +411,7 @@ def test_fidelity_to_the_full_cache_needs_it_even_if_only_others_are_missing(toy
 def test_tasks_of_a_family_that_cant_be_had_are_left_out_named_ones_are_not(toy, tmp_path):
     class Missing(ToyTask):
         def load(self, request):
-            raise FileNotFoundError("no documents: give --corpus")
+            raise FileNotFoundError("missing: no documents: give --corpus")
 
     from kvzip_press.eval.runner import load_samples
 
