@@ -9,7 +9,8 @@ from collections import Counter
 DIGIT_OF = {word: str(i) for i, word in enumerate("zero one two three four five six seven eight nine".split())}
 PUNCTUATION = str.maketrans("", "", string.punctuation)
 ARTICLES = re.compile(r"\b(a|an|the)\b")
-NUMBER = re.compile(r"(?:(?<![\d.])-)?\d[\d,]*(?:\.\d+)?")
+# A comma parts thousands only where every group behind the first has exactly three digits.
+NUMBER = re.compile(r"(?:(?<![\d.])-)?(?:(?<![\d,.])\d{1,3}(?:,\d{3})+(?![\d,]*\d)|\d+)(?:\.\d+)?")
 
 
 def normalise(text: str) -> str:

@@ -98,8 +98,12 @@ class ModelOptions:
 
 
 def find_tasks(names: Iterable[str]) -> list[tuple[Task, bool]]:
-    """Return tasks by name, hyphens and underscores alike, and whether each was named itself and not by its family."""
-    plain = [name if name in TASKS else name.replace("-", "_") for name in names]
+    """
+    Return tasks by name, and whether each was named itself and not by its family.
+
+    Hyphens and underscores, upper and lower case are alike.
+    """
+    plain = [name if name in TASKS else name.lower().replace("-", "_") for name in names]
     named = set(plain)
     return [(task, task.name in named) for task in get_tasks(plain)]
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 
 from kvzip_press.eval.essays import load_texts, text_files
 from kvzip_press.eval.tasks.base import GENERATED, HUB, Question, Request, Sample, Task
 from kvzip_press.eval.tasks.generation import generate
 from kvzip_press.eval.tasks.loading import Published, read_rows, wants_generated
+from kvzip_press.eval.tasks.rows import Row
 
 # Measured by the runner along the full cache's own answers: no prediction can be judged alone.
 METRIC = "fidelity"
@@ -42,16 +43,18 @@ class Fidelity(Task):
         if wants_generated(self, request):
             return self._passages(request)
         if request.source == HUB:
-            raise ValueError(f"{self.name} has no published data: give a folder or file of texts, or generate it")
+            raise ValueError(f"{self.name}: no data are published: give a folder or file of texts, or generate it")
         path = Path(request.source)
         if path.suffix == ".txt" or (path.is_dir() and any(path.glob("*.txt"))):
-            texts = [(file.stem, file.read_text(encoding="utf-8")) for file in text_files(path)]
-            return [Sample(name, text, _questions(QUESTIONS)) for name, text in texts[: request.limit]]
+            texts = [(file, file.read_text(encoding="utf-8")) for file in text_files(path)[: request.limit]]
+            for file, text in texts:
+                if not text.strip():
+                    raise ValueError(f"{self.name}: {file} is empty: fill or remove it")
+            return [Sample(file.stem, text, _questions(QUESTIONS)) for file, text in texts]
         rows = read_rows(self.name, request.source, Published("", "", ("context",)))
-        chosen = rows.select(range(len(rows))[: request.limit])
         return [
-            Sample(str(i), row["context"], _questions(row.get("questions") or QUESTIONS))
-            for i, row in enumerate(chosen)
+            Sample(str(row.index), row.text("context"), _questions(_own_questions(row) or QUESTIONS))
+            for row in islice(rows, request.limit)
         ]
 
     def _passages(self, request: Request) -> list[Sample]:
@@ -63,6 +66,10 @@ class Fidelity(Task):
             return " ".join(passage), _questions(QUESTIONS)
 
         return generate(self, request, make, length=LENGTH, number=NUM_CONTEXTS)
+
+
+def _own_questions(row: Row) -> list[str]:
+    return [] if row.get("questions") is None else row.texts("questions", least=0)
 
 
 def _questions(texts: tuple[str, ...] | list[str]) -> tuple[Question, ...]:

@@ -63,15 +63,14 @@ def generate(
         def draw(size: int, index: int = index, seed: str = seed) -> Sample:
             return Sample(str(index), *make(random.Random(seed), size))
 
-        try:
-            sample = grow(draw, lambda sample: needed_tokens(sample, count_tokens), budget, smallest, largest)
-        except ValueError as error:
-            raise ValueError(f"{task.name}: {error}") from None
-        samples.append(sample)
+        samples.append(
+            grow(task.name, draw, lambda sample: needed_tokens(sample, count_tokens), budget, smallest, largest)
+        )
     return samples
 
 
 def grow(
+    task_name: str,
     make: Callable[[int], T],
     tokens: Callable[[T], int],
     budget: int,
@@ -82,6 +81,8 @@ def grow(
 
     Parameters
     ----------
+    task_name : str
+        Named in errors.
     make : callable
         The thing of a size.
     tokens : callable
@@ -104,7 +105,7 @@ def grow(
     low, best = smallest, make(smallest)
     low_tokens = tokens(best)
     if low_tokens > budget:
-        raise ValueError(f"needs a length of at least {low_tokens} tokens, got {budget}: raise the length")
+        raise ValueError(f"{task_name}: needs a length of at least {low_tokens} tokens, got {budget}: raise the length")
     while True:
         if low == largest:
             return best
@@ -140,7 +141,7 @@ def token_counter(task: Task, request: Request) -> Callable[[str], int]:
     """Return a function that measures texts with the request's tokenizer, or raise ValueError if it has none."""
     tokenizer = request.tokenizer
     if tokenizer is None:
-        raise ValueError(f"{task.name} is measured in tokens: give the request a tokenizer")
+        raise ValueError(f"{task.name}: lengths are measured in tokens: give the request a tokenizer")
     return lambda text: len(tokenizer.encode(text, add_special_tokens=False, verbose=False))
 
 

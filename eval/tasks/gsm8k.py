@@ -20,24 +20,37 @@ class Gsm8k(Task):
 
     name = "gsm8k"
     family = "gsm8k"
+    version = 2
     sources = (HUB,)
     instruction = "Given the context, answer to the following reasoning question."
 
     def load(self, request: Request) -> list[Sample]:
-        """Return the first problems; each is named by its place in the data."""
+        """Return the first problems; each is named by its place in the data.
+
+        Raises
+        ------
+        ValueError
+            If no context is long enough.
+        """
         wants_generated(self, request)
         count_tokens = token_counter(self, request)
         limit = NUM_CONTEXTS if request.limit is None else request.limit
         samples: list[Sample] = []
-        for index, row in enumerate(read_rows(self.name, request.source, PUBLISHED)):
+        rows = read_rows(self.name, request.source, PUBLISHED)
+        for row in rows:
             if len(samples) == limit:
                 break
-            *sentences, asked = row["question"].split(". ")
+            *sentences, asked = row.text("question").split(". ")
             context = ". ".join(sentences).strip() + "."
             if count_tokens(context) >= MIN_CONTEXT_TOKENS:
-                gold = row["answer"].split("####")[-1].strip()
+                gold = row.text("answer").split("####")[-1].strip()
                 question = Question(QUERY.format(question=asked.strip()), (gold,), "gsm", 512)
-                samples.append(Sample(str(index), context, (question,)))
+                samples.append(Sample(str(row.index), context, (question,)))
+        if not samples and request.limit != 0:
+            raise ValueError(
+                f"{self.name}: of {len(rows)} rows none has {MIN_CONTEXT_TOKENS} tokens or more before the question, "
+                "which is what follows the last '. ': give longer problems"
+            )
         return samples
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kvzip_press.eval.tasks.base import GENERATED, HUB, Request, Task
+from kvzip_press.eval.tasks.rows import Rows
 
 # By suffix, the reader of `datasets`; in a folder with both, the first wins.
 READERS = {".parquet": "parquet", ".jsonl": "json"}
@@ -49,14 +51,16 @@ def wants_generated(task: Task, request: Request) -> bool:
     """
     if request.source == GENERATED:
         if GENERATED not in task.sources:
-            raise ValueError(f"{task.name} can't be generated: read it from {HUB!r} or from a local folder or file")
+            raise ValueError(f"{task.name}: can't be generated: read it from {HUB!r} or from a local folder or file")
         return True
     if HUB not in task.sources:
-        raise ValueError(f"{task.name} can only be generated: its source must be {GENERATED!r}, got {request.source!r}")
+        raise ValueError(
+            f"{task.name}: can only be generated: the source must be {GENERATED!r}, got {request.source!r}"
+        )
     return False
 
 
-def read_rows(task_name: str, source: str, published: Published) -> Any:
+def read_rows(task_name: str, source: str, published: Published) -> Rows:
     """Read published data.
 
     Parameters
@@ -70,27 +74,61 @@ def read_rows(task_name: str, source: str, published: Published) -> Any:
 
     Returns
     -------
-    datasets.Dataset
-        Its rows are dictionaries.
+    Rows
+        At least one, with the needed columns.
 
     Raises
     ------
     FileNotFoundError
         If there are no such files.
     ValueError
-        If columns are missing; they are named.
+        If there are no rows, if they can't be read, or if columns are missing; they are named.
     """
-    import datasets
-
     if source == HUB:
         options = {"name": published.name, "data_dir": published.data_dir, "data_files": published.data_files}
         given = {option: value for option, value in options.items() if value is not None}
-        rows = datasets.load_dataset(published.path, split=published.split, **given)
+        rows = _load(task_name, published.path, published.path, split=published.split, **given)
     else:
         files = find_files(task_name, Path(source), published.files)
-        rows = datasets.load_dataset(READERS[files[0].suffix], data_files=[str(file) for file in files], split="train")
+        place = str(files[0]) if len(files) == 1 else source
+        paths = [str(file) for file in files]
+        rows = _load(task_name, place, READERS[files[0].suffix], data_files=paths, split="train")
     check_columns(task_name, source, rows.column_names, published.columns)
+    return Rows(task_name, rows)
+
+
+def _load(task_name: str, place: str, path: str, **options: Any) -> Any:
+    import datasets
+
+    try:
+        with _silence():
+            rows = datasets.load_dataset(path, **options)
+    # An empty file ends in StopIteration, a damaged one in several kinds of ValueError.
+    except (datasets.exceptions.DatasetGenerationError, StopIteration, ValueError) as error:
+        reason = str(error.__cause__ or error).split("\n")[0]
+        raise ValueError(
+            f"{task_name}: {place} has no rows or can't be read{reason and f' ({reason})'}: correct or replace it"
+        ) from error
+    if not len(rows):
+        raise ValueError(f"{task_name}: {place} has no rows: correct or replace it")
     return rows
+
+
+@contextmanager
+def _silence() -> Iterator[None]:
+    """Keep `datasets` from showing its progress, and from logging errors that are raised as well."""
+    from datasets.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars, logging
+
+    disabled, verbosity = are_progress_bars_disabled(), logging.get_verbosity()
+    logging.set_verbosity(logging.CRITICAL)
+    if not disabled:
+        disable_progress_bars()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if not disabled:
+            enable_progress_bars()
 
 
 def find_files(task_name: str, path: Path, patterns: Iterable[str]) -> list[Path]:

@@ -70,7 +70,7 @@ def hide(text: str, length: int, depth: int, count_tokens: Callable[[str], int])
             border = max((stop for stop in stops if stop <= border), default=0)
         return (haystack[:border] + NEEDLE + haystack[border:]).strip()
 
-    return grow(make, count_tokens, length, smallest=0)
+    return grow(Niah.name, make, count_tokens, length, smallest=0)
 
 
 TASKS: list[Task] = [Niah()]

@@ -38,7 +38,7 @@ def get_tasks(names: Iterable[str]) -> list[Task]:
     Parameters
     ----------
     names : Iterable[str]
-        Names of tasks and of families.
+        Names of tasks and of families, in any case.
 
     Returns
     -------
@@ -53,12 +53,14 @@ def get_tasks(names: Iterable[str]) -> list[Task]:
     by_family = families()
     found: dict[str, Task] = {}
     for name in names:
-        if name in TASKS:
-            found[name] = TASKS[name]
-        elif name in by_family:
-            found |= {task.name: task for task in by_family[name]}
+        lower = name.lower()
+        if lower in TASKS:
+            found[lower] = TASKS[lower]
+        elif lower in by_family:
+            found |= {task.name: task for task in by_family[lower]}
         else:
-            known = [*by_family, *TASKS]
-            near = get_close_matches(name, known, n=5) or [task for task in known if name in task] or list(by_family)
+            # Some families have the name of their only task.
+            known = list(dict.fromkeys([*by_family, *TASKS]))
+            near = get_close_matches(lower, known, n=5) or [task for task in known if lower in task] or list(by_family)
             raise ValueError(f"unknown task {name!r}: did you mean {', '.join(near)}?")
     return list(found.values())

@@ -5,11 +5,11 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 from kvzip_press.eval.tasks.base import GENERATED, HUB, Question, Request, Sample, Task
 from kvzip_press.eval.tasks.generation import generate
 from kvzip_press.eval.tasks.loading import Published, read_rows, wants_generated
+from kvzip_press.eval.tasks.rows import Row
 from kvzip_press.eval.tasks.ruler_needles import Needles
 from kvzip_press.eval.tasks.ruler_qa import HOTPOTQA, SQUAD, Documents, generate_qa
 from kvzip_press.eval.tasks.ruler_words import FWE_SMALLEST, HOPS, make_cwe, make_fwe, make_vt
@@ -58,18 +58,26 @@ class RulerTask(Task):
             PUBLISHED, data_dir=length, files=tuple(files.format(length=length) for files in PUBLISHED.files)
         )
         rows = read_rows(self.name, request.source, published)
-        tasks = list(rows["task"])
+        tasks = rows.column("task")
         chosen = [index for index, task in enumerate(tasks) if task == self.subtask]
         if not chosen:
-            raise ValueError(f"{self.name}: no task {self.subtask} in {request.source}, only {sorted(set(tasks))}")
+            raise ValueError(
+                f"{self.name}: no task {self.subtask} in {request.source}, only {sorted(set(map(str, tasks)))}"
+            )
         return [
-            Sample(str(number), row["context"], (self._question(row),))
-            for number, row in enumerate(rows.select(chosen[: request.limit]))
+            Sample(str(number), row.text("context"), (self._question(row),))
+            for number, row in enumerate(rows[index] for index in chosen[: request.limit])
         ]
 
-    def _question(self, row: dict[str, Any]) -> Question:
+    def _question(self, row: Row) -> Question:
         metric = "ruler_any" if self.subtask.startswith("qa") else "ruler_all"
-        return Question(row["question"], tuple(row["answer"]), metric, row["max_new_tokens"], row["answer_prefix"])
+        return Question(
+            row.text("question"),
+            tuple(row.texts("answer")),
+            metric,
+            row.whole("max_new_tokens"),
+            row.text("answer_prefix", empty=True),
+        )
 
 
 class NeedleTask(RulerTask):

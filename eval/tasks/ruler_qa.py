@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 from kvzip_press.eval.tasks.base import HUB, Question, Request, Sample, Task
 from kvzip_press.eval.tasks.generation import grow, needed_tokens, token_counter
 from kvzip_press.eval.tasks.loading import Published, read_rows
+from kvzip_press.eval.tasks.rows import Row, Rows
 from kvzip_press.eval.tasks.ruler_templates import DOCUMENT, QA
 
 
@@ -79,11 +81,11 @@ def read_questions(task: Task, documents: Documents, corpus: str | None) -> list
     Raises
     ------
     ValueError
-        If there is no corpus.
+        If there is no corpus, or if it is damaged.
     """
     if corpus is None:
         raise ValueError(
-            f"{task.name} is generated from the documents of {documents.title}: give the corpus {HUB!r} "
+            f"{task.name}: generated from the documents of {documents.title}: give the corpus {HUB!r} "
             f"({documents.published.path}), or a folder with {' or '.join(documents.json_files)} or with the hub's "
             "files (parquet or jsonl); or read the finished task from the hub or a local folder"
         )
@@ -91,10 +93,23 @@ def read_questions(task: Task, documents: Documents, corpus: str | None) -> list
     candidates = [path] if path.suffix == ".json" else [path / name for name in documents.json_files]
     for file in candidates:
         if file.is_file():
-            data = json.loads(file.read_text(encoding="utf-8"))
-            return squad_questions(_squad_rows(data)) if documents is SQUAD else hotpot_questions(_hotpot_rows(data))
-    rows = read_rows(task.name, corpus, documents.published)
+            rows = Rows(task.name, _json_rows(task.name, file, documents))
+            break
+    else:
+        rows = read_rows(task.name, corpus, documents.published)
     return squad_questions(rows) if documents is SQUAD else hotpot_questions(rows)
+
+
+def _json_rows(task_name: str, file: Path, documents: Documents) -> list[dict[str, Any]]:
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+        return _squad_rows(data) if documents is SQUAD else _hotpot_rows(data)
+    # Text that is not JSON, or JSON of another shape.
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{task_name}: {file} is not the JSON of {documents.title} ({type(error).__name__}: {error}): "
+            "download it again"
+        ) from error
 
 
 def _squad_rows(data: dict[str, Any]) -> list[dict[str, Any]]:
@@ -118,37 +133,52 @@ def _hotpot_rows(data: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def squad_questions(rows: Any) -> list[Asked]:
+def squad_questions(rows: Rows) -> list[Asked]:
     """Questions that have an answer, with the other paragraphs of their article as related documents."""
-    rows = list(rows)
+    checked = [
+        (row.text("title"), row.text("context"), row.text("question"), row.texts("answers.text", least=0))
+        for row in rows
+    ]
     articles: dict[str, dict[str, None]] = {}
-    for row in rows:
-        articles.setdefault(row["title"], {})[row["context"]] = None
+    for title, context, _, _ in checked:
+        articles.setdefault(title, {})[context] = None
     return [
         Asked(
-            row["question"],
-            tuple(dict.fromkeys(row["answers"]["text"])),
-            (row["context"],),
-            tuple(text for text in articles[row["title"]] if text != row["context"]),
+            question,
+            tuple(dict.fromkeys(answers)),
+            (context,),
+            tuple(text for text in articles[title] if text != context),
         )
-        for row in rows
-        if row["answers"]["text"]
+        for title, context, question, answers in checked
+        if answers
     ]
 
 
-def hotpot_questions(rows: Any) -> list[Asked]:
+def hotpot_questions(rows: Rows) -> list[Asked]:
     """Questions with the ten paragraphs that come with each."""
     return [
         Asked(
-            row["question"],
-            (row["answer"],),
-            tuple(
-                f"{title}\n{''.join(sentences)}"
-                for title, sentences in zip(row["context"]["title"], row["context"]["sentences"], strict=True)
-            ),
+            row.text("question"),
+            (row.text("answer"),),
+            tuple(f"{title}\n{''.join(sentences)}" for title, sentences in _paragraphs(row)),
         )
         for row in rows
     ]
+
+
+def _paragraphs(row: Row) -> Iterable[tuple[str, list[str]]]:
+    titles = row.texts("context.title")
+
+    def fits(value: Any) -> bool:
+        return isinstance(value, list) and len(value) == len(titles) and all(map(_are_sentences, value))
+
+    sentences = row.expect("context.sentences", f"a list of {len(titles)} lists of texts, one for each title", fits)
+    return zip(titles, sentences, strict=True)
+
+
+def _are_sentences(value: Any) -> bool:
+    # Of the published sentences, some are empty.
+    return isinstance(value, list) and all(isinstance(sentence, str) for sentence in value)
 
 
 def make_qa(rng: random.Random, size: int, asked: Asked, documents: list[str]) -> tuple[str, tuple[Question, ...]]:
@@ -201,7 +231,14 @@ def generate_qa(task: Task, request: Request, documents: Documents, length: int,
 
         if needed_tokens(draw(len(asked.documents)), count_tokens) <= budget:
             samples.append(
-                grow(draw, lambda sample: needed_tokens(sample, count_tokens), budget, len(asked.documents), len(texts))
+                grow(
+                    task.name,
+                    draw,
+                    lambda sample: needed_tokens(sample, count_tokens),
+                    budget,
+                    len(asked.documents),
+                    len(texts),
+                )
             )
     if not samples and request.limit != 0:
         raise ValueError(f"{task.name}: no question with its documents fits into {budget} tokens: raise the length")

@@ -9,11 +9,13 @@ import random
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from kvzip_press.eval.tasks.base import GENERATED, HUB, Question, Request, Sample, Task
 from kvzip_press.eval.tasks.generation import generate
-from kvzip_press.eval.tasks.loading import Published, check_columns, read_rows, wants_generated
+from kvzip_press.eval.tasks.loading import Published, read_rows, wants_generated
+from kvzip_press.eval.tasks.rows import Row, are_texts, is_text
 from kvzip_press.eval.tasks.ruler_words import HOPS
 from kvzip_press.eval.tasks.scbench_generated import NUM_QUERIES, make_kv, make_mf, make_prefix_suffix, make_vt
 
@@ -45,6 +47,8 @@ class Kind:
         Least size that can be drawn.
     imitation : bool
         Whether what is drawn only resembles the published task.
+    version : int
+        See `Task`.
     sizes : tuple[str, ...]
         Endings of `SIZES` that are published.
     """
@@ -55,15 +59,17 @@ class Kind:
     make: Callable[[random.Random, int], tuple[str, tuple[Question, ...]]] | None = None
     smallest: int = 1
     imitation: bool = False
+    version: int = 1
     sizes: tuple[str, ...] = tuple(SIZES)
 
 
+ANSWERS = "a list of answers: each a text that is not empty, a number, or a list of these"
 CODE = ("lang", "repo", "func_name")
 KINDS = {
     "kv": Kind("include", make=make_kv, smallest=NUM_QUERIES),
     "prefix_suffix": Kind("include", make=make_prefix_suffix, imitation=True),
     "vt": Kind("vt", make=make_vt, smallest=HOPS + 1, sizes=("",)),
-    "mf": Kind("mf", 32, make=make_mf, smallest=20),
+    "mf": Kind("mf", 32, make=make_mf, smallest=20, version=2),
     "many_shot": Kind("option"),
     "summary": Kind("rouge-l", 256),
     "qa_eng": Kind("qa", sizes=("",)),
@@ -92,6 +98,7 @@ class ScbenchTask(Task):
         self.kind = KINDS[subtask]
         self.size = size
         self.imitation = self.kind.imitation
+        self.version = self.kind.version
         generated = (GENERATED,) if self.kind.make else ()
         self.sources = generated + ((HUB,) if size in self.kind.sizes else ())
 
@@ -111,27 +118,29 @@ class ScbenchTask(Task):
 
     def _read(self, request: Request) -> list[Sample]:
         published = Published(
-            HUB_PATH, "train", COLUMNS, (self.name, f"*/{self.name}"), data_files=f"{self.name}.parquet"
+            HUB_PATH,
+            "train",
+            COLUMNS + self.kind.columns,
+            (self.name, f"*/{self.name}"),
+            data_files=f"{self.name}.parquet",
         )
         rows = read_rows(self.name, request.source, published)
-        check_columns(self.name, request.source, rows.column_names, self.kind.columns)
-        chosen = rows.select(range(len(rows))[: request.limit])
-        return [self._sample(index, row) for index, row in enumerate(chosen)]
+        return [self._sample(row) for row in islice(rows, request.limit)]
 
-    def _sample(self, index: int, row: dict[str, Any]) -> Sample:
-        context, *queries = row["prompts"]
-        answers = [_as_text(truth) for truth in row["ground_truth"]]
+    def _sample(self, row: Row) -> Sample:
+        context, *queries = row.texts("prompts", least=2)
+        answers = [_as_text(truth) for truth in row.expect("ground_truth", ANSWERS, _are_answers)]
         if len(queries) != len(answers):
-            raise ValueError(f"{self.name}: row {index} has {len(queries)} queries and {len(answers)} answers")
+            raise ValueError(f"{self.name}: row {row.index} has {len(queries)} queries and {len(answers)} answers")
         metrics = self._metrics(row, len(queries))
         # An answer must be told from all functions asked for in its context.
-        functions = {_nth(row["func_name"], i): answers[i] for i in range(len(answers)) if metrics[i] == "repoqa"}
+        functions = {_nth(row, "func_name", i): answers[i] for i in range(len(answers)) if metrics[i] == "repoqa"}
         questions = []
         for i, (query, answer, metric) in enumerate(zip(queries, answers, metrics, strict=True)):
-            details: dict[str, Any] = {"task": row["task"][i]} if "task" in self.kind.columns else {}
+            details: dict[str, Any] = {"task": row.texts("task")[i]} if "task" in self.kind.columns else {}
             if metric == "repoqa":
                 code = {"language": "lang", "repository": "repo", "function": "func_name"}
-                details |= {name: _nth(row[column], i) for name, column in code.items()}
+                details |= {name: _nth(row, column, i) for name, column in code.items()}
                 details["functions"] = functions
             elif metric == "option":
                 answer = option_line(query, answer)
@@ -139,26 +148,47 @@ class ScbenchTask(Task):
                 details["options"] = choice_options(query)
             # Stripped as in the original code.
             questions.append(Question(query.strip(), (answer,), metric, self.kind.max_new_tokens, details=details))
-        return Sample(str(index), context, tuple(questions))
+        return Sample(str(row.index), context, tuple(questions))
 
-    def _metrics(self, row: dict[str, Any], number: int) -> list[str]:
+    def _metrics(self, row: Row, number: int) -> list[str]:
         if self.kind.metric:
             return [self.kind.metric] * number
-        tasks = [task.removeprefix("scbench_") for task in row["task"]]
-        unknown = sorted(set(tasks) - set(SUBTASK_METRICS))
-        if unknown:
-            raise ValueError(
-                f"{self.name}: unknown values {unknown} in column task: expected {sorted(SUBTASK_METRICS)}"
-            )
-        return [SUBTASK_METRICS[task] for task in tasks]
+        names = row.expect(
+            "task",
+            f"a list of {number} names out of {', '.join(SUBTASK_METRICS)}",
+            lambda value: (
+                are_texts(value) and len(value) == number and all(_subtask(n) in SUBTASK_METRICS for n in value)
+            ),
+        )
+        return [SUBTASK_METRICS[_subtask(name)] for name in names]
+
+
+def _subtask(name: str) -> str:
+    return name.removeprefix("scbench_")
+
+
+def _are_answers(value: Any) -> bool:
+    return isinstance(value, list) and all(
+        bool(item) and all(map(_is_answer, item)) if isinstance(item, list) else _is_answer(item) for item in value
+    )
+
+
+def _is_answer(value: Any) -> bool:
+    return is_text(value) or isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _as_text(truth: Any) -> str:
     return ", ".join(map(str, truth)) if isinstance(truth, list) else str(truth)
 
 
-def _nth(value: Any, index: int) -> str:
-    return str(value[index] if isinstance(value, list) else value)
+def _nth(row: Row, column: str, index: int) -> str:
+    """Return what a column says of one query: its text, which then holds for all, or that of its list."""
+
+    def choose(value: Any) -> Any:
+        return value[index] if isinstance(value, list) and index < len(value) else value
+
+    needed = f"a text, or a list with a text at place {index}"
+    return str(choose(row.expect(column, needed, lambda value: is_text(choose(value)))))
 
 
 def option_line(query: str, letter: str) -> str:

@@ -24,10 +24,11 @@ class Squad(Task):
         limit = NUM_CONTEXTS if request.limit is None else request.limit
         grouped: dict[str, list[Question]] = {}
         for row in read_rows(self.name, request.source, PUBLISHED):
-            if row["context"] not in grouped and len(grouped) == limit:
+            context = row.text("context")
+            if context not in grouped and len(grouped) == limit:
                 break
-            question = Question(row["question"], tuple(row["answers"]["text"][:1]), "include", 256)
-            grouped.setdefault(row["context"], []).append(question)
+            question = Question(row.text("question"), tuple(row.texts("answers.text")[:1]), "include", 256)
+            grouped.setdefault(context, []).append(question)
         return [Sample(str(i), context, tuple(asked)) for i, (context, asked) in enumerate(grouped.items())]
 
 

@@ -69,7 +69,7 @@ def test_what_of_a_family_could_not_be_had_is_noted_for_the_report(evaluate, toy
 
 
 def test_hyphens_in_task_names_are_underscores(evaluate):
-    status, _ = evaluate("run", "--tasks", "toy-b", "--presses", "full", "--limit", 1, *evaluate.model)
+    status, _ = evaluate("run", "--tasks", "TOY-b", "--presses", "full", "--limit", 1, *evaluate.model)
     assert status == 0
     assert {record["task"] for record in read_records(evaluate.results)} == {"toy_b"}
 

@@ -92,6 +92,7 @@ def test_f1_and_qa(prediction, answers, f1, qa):
         ("The answer is 18.0", "18", 1, 1),
         ("The answer is $1,800 a day.", "1,800", 1, 1),
         ("The answer is 1800", "1,800", 1, 0),
+        ("The answer is 42,43", "42", 1, 1),
         ("The answer is -5", "5", 0, 1),
         ("The answer is 4. No: THE ANSWER IS 18", "18", 1, 1),
         ("The answer is 18 of 20", "20", 0, 1),
@@ -113,6 +114,23 @@ def test_numbers():
 
 
 @pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("1,234", ["1234"]),
+        ("-1,234,567.5", ["-1234567.5"]),
+        ("1,234, 5", ["1234", "5"]),
+        ("42,43", ["42", "43"]),
+        ("1,2,3", ["1", "2", "3"]),
+        ("1,234,5", ["1", "234", "5"]),
+        ("1234,567", ["1234", "567"]),
+        ("1,2345", ["1", "2345"]),
+    ],
+)
+def test_only_groups_of_three_digits_are_thousands(text, expected):
+    assert numbers(text) == expected
+
+
+@pytest.mark.parametrize(
     ("prediction", "gold", "paper", "official"),
     [
         ("99", "99", 1, 1),
@@ -120,6 +138,9 @@ def test_numbers():
         ("98 or 99", "99", 0, 0),
         ("9", "99", 0, 0),
         ("99.", "99", 1, 1),
+        ("42,43", "42", 1, 1),
+        ("1,2,3", "1", 1, 1),
+        ("1,234", "1234", 1, 0),
         ("99.7", "99", 0, 1),
         ("49.5", "49.5", 1, 1),
         ("49", "49.5", 0, 0),

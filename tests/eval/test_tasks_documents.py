@@ -81,7 +81,7 @@ def squad_dir(tmp_path):
     ("name", "needed"), [("ruler_qa_1", r"SQuAD 2.0 .*squad.json"), ("ruler_qa_2", r"HotpotQA .*hotpotqa.json")]
 )
 def test_without_documents_the_error_says_how_to_give_them(name, needed):
-    with pytest.raises(ValueError, match=f"{name} is generated from the documents of {needed}"):
+    with pytest.raises(ValueError, match=f"^{name}: generated from the documents of {needed}"):
         TASKS[name].load(Request(tokenizer=build_word_tokenizer()))
 
 
@@ -129,6 +129,21 @@ def test_hotpot_keeps_the_paragraphs_that_come_with_a_question(tmp_path):
             assert f":\n{title}\n{''.join(sentences)}" in sample.context
         assert sample.context.count("Document ") > 10
         assert sample.questions[0].answers == (row["answer"],) and row["answer"] in sample.context
+
+
+@pytest.mark.parametrize("text", ["", '{"data": [', "[]", '{"data": [{}]}'])
+def test_a_damaged_json_file_is_named(squad_dir, text):
+    (squad_dir / "squad.json").write_text(text, encoding="utf-8")
+    with pytest.raises(ValueError, match=r"^ruler_qa_1: .*squad.json is not the JSON of SQuAD 2.0 \(dev\) \("):
+        load("ruler_qa_1", squad_dir)
+
+
+def test_documents_that_are_no_texts_are_named(tmp_path):
+    rows = hotpot_json()
+    rows[3]["context"][0][1] = "First."
+    (tmp_path / "hotpotqa.json").write_text(json.dumps(rows), encoding="utf-8")
+    with pytest.raises(ValueError, match=r"^ruler_qa_2: row 3: column context.sentences must be a list of 10 lists of"):
+        load("ruler_qa_2", tmp_path)
 
 
 def test_questions_that_do_not_fit_are_passed_over(squad_dir):

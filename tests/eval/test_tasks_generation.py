@@ -100,13 +100,13 @@ def test_samples_are_the_same_in_another_process(text_dir):
 
 @pytest.mark.parametrize("name", [*NAMES, "niah", *DOCUMENTS])
 def test_lengths_need_a_tokenizer(name):
-    with pytest.raises(ValueError, match=f"{name} is measured in tokens: give the request a tokenizer"):
+    with pytest.raises(ValueError, match=f"^{name}: lengths are measured in tokens: give the request a tokenizer"):
         TASKS[name].load(Request())
 
 
 @pytest.mark.parametrize("name", [*NAMES, "niah"])
 def test_a_length_in_which_nothing_fits_is_named(text_dir, name):
-    with pytest.raises(ValueError, match=r"needs a length of at least \d+ tokens, got 20: raise the length"):
+    with pytest.raises(ValueError, match=rf"^{name}: needs a length of at least \d+ tokens, got 20: raise"):
         TASKS[name].load(request_for(text_dir, length=20))
 
 
@@ -123,20 +123,20 @@ def test_growth_ends_within_half_a_percent_or_one_unit(budget, slope):
         made.append(size)
         return size
 
-    size = grow(make, lambda size: 7 + slope * size, budget, smallest=0)
+    size = grow("task", make, lambda size: 7 + slope * size, budget, smallest=0)
     assert 7 + slope * size <= budget
     assert 7 + slope * (size + 1) > budget or budget - (7 + slope * size) <= budget // 200
     assert len(made) <= 2 * budget.bit_length() + 4
 
 
 def test_growth_with_lengths_that_jump():
-    size = grow(lambda size: size, lambda size: 100 * (size // 40) + size, 1000, smallest=1)
+    size = grow("task", lambda size: size, lambda size: 100 * (size // 40) + size, 1000, smallest=1)
     assert 100 * (size // 40) + size <= 1000 and size >= 279
 
 
 def test_growth_has_a_greatest_size():
-    assert grow(lambda size: size, lambda size: size, 1000, smallest=1, largest=30) == 30
-    assert grow(lambda size: size, lambda size: size, 20, smallest=1, largest=30) == 20
+    assert grow("task", lambda size: size, lambda size: size, 1000, smallest=1, largest=30) == 30
+    assert grow("task", lambda size: size, lambda size: size, 20, smallest=1, largest=30) == 20
 
 
 def test_distinct_values():

@@ -1,7 +1,10 @@
 """Published data: the hub, parquet and jsonl give the same samples, and missing columns are named."""
 
+import json
+
 import pytest
 from datasets import Dataset
+from datasets.utils import are_progress_bars_disabled, logging
 from task_helpers import build_word_tokenizer
 
 from kvzip_press.eval.tasks.base import Request
@@ -176,3 +179,116 @@ def test_gsm8k_drops_contexts_below_72_tokens(tmp_path):
     write(rows, tmp_path / "test", ".jsonl")
     # The words, "end" and the full stop
     assert [sample.id for sample in load("gsm8k", tmp_path)] == ["1", "2"]
+
+
+RULER = ruler_rows()[2]
+SQUAD = squad_rows()[0]
+GSM8K = gsm8k_rows()[1]
+KV = kv_rows()[0]
+MIXED = {
+    "prompts": ["code", "q1", "q2"],
+    "ground_truth": ["def f(): return 1", "w"],
+    "lang": "python",
+    "repo": "a/b",
+    "func_name": ["f", None],
+    "task": ["scbench_repoqa", "scbench_kv"],
+}
+FIDELITY = {"context": "A text.", "questions": ["Why?"]}
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "column", "value", "message"),
+    [
+        ("ruler_vt", RULER, "answer", "river", "answer must be a list of 1 or more texts .*got 'river'"),
+        ("ruler_vt", RULER, "answer", [], r"answer must be a list of 1 or more texts .*got \[\]"),
+        ("ruler_vt", RULER, "context", " \n", "context must be a text that is not empty, got"),
+        (
+            "ruler_vt",
+            RULER,
+            "max_new_tokens",
+            "eight",
+            "max_new_tokens must be a whole number of at least 1, got 'eight'",
+        ),
+        ("ruler_vt", RULER, "max_new_tokens", 0, "max_new_tokens must be a whole number of at least 1, got 0"),
+        ("ruler_vt", RULER, "max_new_tokens", True, "max_new_tokens must be a whole number of at least 1, got True"),
+        ("ruler_vt", RULER, "answer_prefix", None, "answer_prefix must be a text, got None"),
+        ("squad", SQUAD, "context", None, "context must be a text that is not empty, got None"),
+        ("squad", SQUAD, "answers", {"text": "river"}, "answers.text must be a list .*got 'river'"),
+        ("squad", SQUAD, "answers", {"start": [3]}, r"answers.text must be a list .*got answers = \{'start'"),
+        ("squad", SQUAD, "answers", ["river"], r"answers.text must be a list .*got answers = \['river'\]"),
+        ("squad", SQUAD, "answers", "river", "answers.text must be a list .*got answers = 'river'"),
+        ("squad", SQUAD, "answers", None, "answers.text must be a list .*got answers = None"),
+        ("gsm8k", GSM8K, "question", None, "question must be a text that is not empty, got None"),
+        ("fidelity", FIDELITY, "questions", "What now?", "questions must be a list .*got 'What now[?]'"),
+        ("fidelity", FIDELITY, "context", "", "context must be a text that is not empty, got ''"),
+        ("scbench_kv", KV, "prompts", "abc", "prompts must be a list of 2 or more texts .*got 'abc'"),
+        ("scbench_kv", KV, "prompts", None, "prompts must be a list of 2 or more texts .*got None"),
+        ("scbench_kv", KV, "prompts", ["context"], "prompts must be a list of 2 or more texts"),
+        ("scbench_kv", KV, "ground_truth", [None, "w"], r"ground_truth must be a list of answers.*got \[None, 'w'\]"),
+        ("scbench_kv", KV, "ground_truth", "vw", "ground_truth must be a list of answers.*got 'vw'"),
+        (
+            "scbench_repoqa_and_kv",
+            MIXED,
+            "task",
+            ["scbench_repoqa"],
+            "task must be a list of 2 names out of repoqa",
+        ),
+        ("scbench_repoqa_and_kv", MIXED, "func_name", [], "func_name must be a text, or a list with a text at place 0"),
+    ],
+)
+def test_values_that_do_not_fit_are_named_with_their_row(tmp_path, name, row, column, value, message):
+    file = tmp_path / f"{name}.jsonl"
+    file.write_text(f"{json.dumps(row)}\n{json.dumps(row | {column: value})}\n", encoding="utf-8")
+    with pytest.raises(ValueError, match=f"^{name}: row 1: column {message}") as error:
+        load(name, file)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("file", "data"),
+    [
+        *[("a.jsonl", data) for data in (b"", b"\n\n", b"no json", b'{"context": \n', b"3\n")],
+        *[("a.parquet", data) for data in (b"", b"PAR1 nonsense PAR1")],
+    ],
+)
+def test_files_that_are_damaged_or_empty_are_named(tmp_path, file, data):
+    (tmp_path / file).write_bytes(data)
+    with pytest.raises(ValueError, match=rf"^squad: .*{file} has no rows or can't be read.*: correct") as error:
+        load("squad", tmp_path)
+    assert "\n" not in str(error.value)
+
+
+def test_bytes_that_are_no_text_are_named(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b'{"context": "one"}\n{"context": "\xff"}\n')
+    with pytest.raises(ValueError, match="^fidelity: row 1 is not UTF-8 text"):
+        load("fidelity", tmp_path)
+
+
+def test_numbers_as_text_are_refused(tmp_path):
+    write([RULER | {"max_new_tokens": "8"}], tmp_path / "a", ".parquet")
+    with pytest.raises(ValueError, match="^ruler_vt: row 0: column max_new_tokens must be a whole .*got '8'"):
+        load("ruler_vt", tmp_path)
+
+
+def test_a_table_without_rows_is_named(tmp_path):
+    Dataset.from_dict({"context": [], "question": [], "answers": []}).to_parquet(tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match=r"^squad: .*a.parquet has no rows"):
+        load("squad", tmp_path)
+
+
+def test_gsm8k_says_why_all_rows_were_left_out(tmp_path):
+    write(gsm8k_rows()[:1] * 3, tmp_path / "test", ".jsonl")
+    with pytest.raises(ValueError, match="^gsm8k: of 3 rows none has 72 tokens or more before the question"):
+        load("gsm8k", tmp_path)
+
+
+@pytest.mark.parametrize("data", [b"", (json.dumps(SQUAD) + "\n").encode()])
+def test_datasets_is_silent_only_while_it_loads(tmp_path, capfd, data):
+    (tmp_path / "a.jsonl").write_bytes(data)
+    verbosity, disabled = logging.get_verbosity(), are_progress_bars_disabled()
+    try:
+        load("squad", tmp_path)
+    except ValueError:
+        assert not data
+    assert capfd.readouterr().err == ""
+    assert (logging.get_verbosity(), are_progress_bars_disabled()) == (verbosity, disabled)

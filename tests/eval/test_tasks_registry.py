@@ -41,6 +41,17 @@ def test_unknown_names_list_near_ones(name, near):
         get_tasks(["niah", name])
 
 
+def test_names_are_found_in_any_case():
+    assert [task.name for task in get_tasks(["SQuAD", "Privacy_LEAK"])] == ["squad", "privacy_leak"]
+
+
+@pytest.mark.parametrize(("name", "near"), [("nih", "niah"), ("NIHA", "niah"), ("Squat", "squad")])
+def test_a_name_of_family_and_task_is_listed_once(name, near):
+    with pytest.raises(ValueError, match="did you mean") as error:
+        get_tasks([name])
+    assert str(error.value).split("did you mean ")[1].rstrip("?").split(", ").count(near) == 1
+
+
 def test_a_name_like_no_other_lists_the_families():
     with pytest.raises(ValueError, match="did you mean ruler, niah, scbench"):
         get_tasks(["hellaswag"])
@@ -63,13 +74,13 @@ def test_every_task_says_what_it_is():
 
 @pytest.mark.parametrize("name", [name for name, task in TASKS.items() if GENERATED not in task.sources])
 def test_what_cannot_be_generated_says_so(name):
-    with pytest.raises(ValueError, match=f"{name} can't be generated: read it from 'hub' or from a local folder"):
+    with pytest.raises(ValueError, match=f"^{name}: can't be generated: read it from 'hub' or from a local folder"):
         TASKS[name].load(Request())
 
 
 @pytest.mark.parametrize("name", [name for name, task in TASKS.items() if HUB not in task.sources])
 def test_what_is_not_published_says_so(name):
-    with pytest.raises(ValueError, match=f"{name} can only be generated"):
+    with pytest.raises(ValueError, match=f"^{name}: can only be generated"):
         TASKS[name].load(Request(source="hub"))
 
 

@@ -93,6 +93,12 @@ def test_own_text_files(tmp_path):
     assert sample.id == "b" and len(sample.questions) == 5
 
 
+def test_an_empty_text_file_is_named(tmp_path):
+    (tmp_path / "a.txt").write_text(" \n", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"^fidelity: .*a.txt is empty"):
+        TASKS["fidelity"].load(Request(source=str(tmp_path)))
+
+
 def test_own_questions(tmp_path, monkeypatch):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     file = tmp_path / "own.jsonl"
@@ -104,5 +110,5 @@ def test_own_questions(tmp_path, monkeypatch):
 
 
 def test_fidelity_has_no_hub_data():
-    with pytest.raises(ValueError, match="fidelity has no published data"):
+    with pytest.raises(ValueError, match="fidelity: no data are published"):
         TASKS["fidelity"].load(Request(source="hub"))
