@@ -6,6 +6,7 @@ from argparse import Namespace
 import pytest
 from eval_harness import ToyTask
 
+from kvzip_press.eval import engine_ray
 from kvzip_press.eval.engine_ray import RETRIES, RayEngine
 from kvzip_press.eval.main import main
 from kvzip_press.eval.results import read_records, read_run
@@ -48,13 +49,17 @@ def model_dir(toy_dir, tmp_path_factory):
 
 
 @pytest.fixture
-def session(ray, model_dir, tmp_path):
-    options = ModelOptions(model=str(model_dir), device="cpu", threads=1)
+def options(model_dir):
+    return ModelOptions(model=str(model_dir), device="cpu", threads=1)
+
+
+@pytest.fixture
+def session(ray, options, tmp_path):
     with Session.ray(options, tmp_path / "ray", Namespace(tasks=["toy"]), workers=2, progress=False) as session:
         yield session
 
 
-def test_results_equal_those_of_the_local_engine_though_a_worker_is_killed(ray, session, model_dir, tmp_path):
+def test_results_equal_those_of_the_local_engine_though_a_worker_is_killed(ray, session, options, tmp_path):
     grid = Grid(("full", "kvzip", "knorm"), (0.3, 0.6))
     pids = [ray.get(actor.__ray_call__.remote(lambda self: os.getpid())) for actor in session.engine._actors]
     assert len(set(pids)) == 2
@@ -71,7 +76,6 @@ def test_results_equal_those_of_the_local_engine_though_a_worker_is_killed(ray, 
     after = [ray.get(actor.__ray_call__.remote(lambda self: os.getpid())) for actor in session.engine._actors]
     assert pids[0] not in after and pids[1] in after and len(after) == 2
 
-    options = ModelOptions(model=str(model_dir), device="cpu", threads=1)
     with Session.local(options, tmp_path / "local", Namespace(), progress=False) as local:
         local.measure(([(ManyContexts(), True)], grid))
     found, expected = ({r["key"]: r for r in read_records(tmp_path / name)} for name in ("ray", "local"))
@@ -110,8 +114,82 @@ def test_a_unit_that_always_loses_its_worker_ends_the_run(ray, session):
         def __reduce__(self):
             return os._exit, (1,)
 
-    with pytest.raises(RuntimeError, match=f"sample 7 of toy lost its worker {RETRIES + 1} times"):
+    with pytest.raises(ConnectionError, match=f"sample 7 of toy lost its worker {RETRIES + 1} times"):
         list(session.engine.run([Deadly()]))
+
+
+def test_workers_that_the_cluster_has_no_room_for_are_given_no_unit(ray, options, tmp_path, caplog):
+    with Session.ray(options, tmp_path, Namespace(), workers=3, progress=False) as session:
+        ray.wait(list(session.engine._starting), num_returns=1)
+        for press in ("full", "kvzip"):
+            assert session.measure(([(ToyTask(), True)], Grid((press,), (0.3,)))).measured == 3
+            assert [record.getMessage().split(" are up")[0] for record in caplog.records] == ["2 of 3 Ray workers"]
+
+
+def test_a_worker_that_comes_up_late_takes_part(ray, options, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(engine_ray, "PATIENCE", 0)
+    blocker = ray.remote(num_cpus=1)(Namespace).remote()
+    ray.get(blocker.__ray_ready__.remote())
+    with Session.ray(options, tmp_path, Namespace(), workers=2, progress=False) as session:
+        assert [record.getMessage().split(" are up")[0] for record in caplog.records] == ["0 of 2 Ray workers"]
+        add = session.log.add
+
+        def make_room(record):
+            if len(session.log) == 0:
+                assert len(session.engine._up()) == 1
+                ray.kill(blocker)
+                ray.wait(list(session.engine._starting))
+            add(record)
+
+        session.log.add = make_room
+        assert session.measure(([(ToyTask(), True)], Grid(("full",), (0.3,)))).measured == 3
+        assert len(session.engine._up()) == 2
+    assert len(caplog.records) == 1
+
+
+def test_a_cluster_too_small_for_a_worker_is_refused(ray, options, monkeypatch):
+    monkeypatch.setattr(ray, "nodes", lambda: [{"Alive": True, "Resources": {"CPU": 0.5}}])
+    with pytest.raises(ValueError, match="needs 1 CPU on one node; the nodes of the cluster have 0.5 CPU and 0 GPU"):
+        RayEngine(options)
+
+
+@pytest.mark.parametrize("wrong", ["--model", "--head-scores"])
+def test_what_keeps_a_worker_from_starting_is_told_as_by_the_local_engine(ray, model_dir, tmp_path, capsys, wrong):
+    command = ["run", "--tasks", "niah", "--model", str(model_dir), "-o", str(tmp_path / "out"), "--quiet"]
+    command += [wrong, str(tmp_path / "none.json")]
+    assert main(command) == 2
+    told = capsys.readouterr().err
+    assert main([*command, "--engine", "ray", "--workers", "1"]) == 2
+    assert capsys.readouterr().err == told
+    assert told.count("\n") == 1 and "none.json" in told
+
+
+def test_a_worker_lost_while_it_loads_is_replaced(ray, options, tmp_path):
+    class DeadlyOnce:
+        """Kills the first process that loads it."""
+
+        def load(self):
+            mark = tmp_path / "loaded"
+            if not mark.exists():
+                mark.touch()
+                os._exit(1)
+            return options.load()
+
+    engine = RayEngine(DeadlyOnce(), workers=1)
+    assert engine.identity.model["name"] == NAME
+    engine.close()
+
+
+def test_workers_that_are_always_lost_while_they_load_end_the_run(ray, monkeypatch):
+    class Deadly:
+        """Kills the process that loads it."""
+
+        def load(self):
+            os._exit(1)
+
+    monkeypatch.setattr(engine_ray, "RETRIES", 1)
+    with pytest.raises(ConnectionError, match="2 workers were lost while they loaded the model"):
+        RayEngine(Deadly(), workers=1)
 
 
 def test_without_ray_it_says_what_to_install(monkeypatch):
@@ -120,8 +198,7 @@ def test_without_ray_it_says_what_to_install(monkeypatch):
         RayEngine(ModelOptions())
 
 
-def test_what_the_local_engine_has_finished_is_not_measured_again(session, model_dir, tmp_path):
-    options = ModelOptions(model=str(model_dir), device="cpu", threads=1)
+def test_what_the_local_engine_has_finished_is_not_measured_again(session, options, tmp_path):
     wanted = [(ToyTask(), True)], Grid(("full",), (0.3,))
     with Session.local(options, tmp_path / "local", Namespace(), progress=False) as local:
         local.measure(wanted)
