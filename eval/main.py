@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvzip_press.cli import readers_gone
 from kvzip_press.eval.main_parser import PROG, build_parser
 
 # Nothing here imports torch before a command runs: `--help` and wrong arguments are then answered at once.
@@ -33,6 +34,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = build_parser(COMMANDS).parse_args(argv)
     try:
         arguments.command(arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        return readers_gone()
     except (ValueError, OSError, ImportError) as error:
         print(f"{PROG}: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2

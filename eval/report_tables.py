@@ -23,7 +23,7 @@ def all_tables(summary: Summary, run: Mapping[str, Any]) -> list[Table]:
     tables = []
     for setting in summary.settings:
         suffix = f" ({setting})" if several else ""
-        tables.append(relative_table(summary, setting, suffix))
+        tables.append(relative_table(summary, setting, suffix, unfinished(summary, run)))
         tables += [score_table(summary, setting, task, suffix) for task in summary.tasks]
         tables += part_tables(summary, setting, suffix)
         tables += [cell_table(summary, setting, task, suffix) for task in summary.tasks]
@@ -34,7 +34,13 @@ def all_tables(summary: Summary, run: Mapping[str, Any]) -> list[Table]:
     ]
 
 
-def relative_table(summary: Summary, setting: str, suffix: str = "") -> Table:
+def unfinished(summary: Summary, run: Mapping[str, Any]) -> str:
+    """How far the latest run is, if not at its end; else nothing."""
+    planned, there = run.get("planned cells") or 0, len(summary.records)
+    return f"unfinished: {there:,} of {planned:,} cells" if there < planned else ""
+
+
+def relative_table(summary: Summary, setting: str, suffix: str = "", state: str = "") -> Table:
     """Score divided by the full cache's, averaged over the tasks: presses down, ratios across."""
     averages = {(a.press, a.ratio): a for a in summary.averages if a.setting == setting}
     tasks = max((average.tasks for average in averages.values()), default=0)
@@ -51,6 +57,7 @@ def relative_table(summary: Summary, setting: str, suffix: str = "") -> Table:
     failed = failed_tasks(summary.cells)
     names = [title_of(summary, task) for task in summary.tasks if (setting, task) in failed]
     note += f", which are here: {', '.join(names)}." if names else "."
+    note += f" The run is {state}." if state else ""
     table = matrix("Relative average" + suffix, "", summary, averages, show, note)
     held = [held_to(summary, setting, row[0]) for row in table.rows]
     rows = [(*row, figure(ratio, "g")) for row, ratio in zip(table.rows, held, strict=True)]
@@ -157,7 +164,7 @@ def provenance_facts(summary: Summary, run: Mapping[str, Any]) -> list[str]:
         *(text for name in MACHINE for text in ([str(run[name])] if run.get(name) else _found(summary, name))),
         _counted(len(summary.tasks), "task", "tasks"),
         _counted(sum(press != FULL for press in summary.presses), "press", "presses"),
-        _counted(len(summary.records), "record", "records"),
+        unfinished(summary, run) or _counted(len(summary.records), "record", "records"),
         *(f"commit {commit[:10]}" for commit in commits[:1]),
         *(time[:10] for time in times[-1:]),
     ]

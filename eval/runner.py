@@ -212,6 +212,7 @@ def run_grids(
     identifier: Identifier,
     engine: Engine,
     *,
+    planned: Callable[[int], None] = lambda cells: None,
     after: Callable[[], None] = lambda: None,
     progress: bool = True,
 ) -> Outcome:
@@ -228,6 +229,8 @@ def run_grids(
         Knows the records of this run.
     engine : Engine
         Measures.
+    planned : callable
+        Called with the number of cells of the grids before any is measured.
     after : callable
         Called when a record has been written.
     progress : bool
@@ -253,6 +256,7 @@ def run_grids(
         reasons = "; ".join(f"{name}: {reason}" for name, reason in left_out.items())
         raise ValueError(f"no contexts to measure on: {reasons or 'no tasks were named'}")
     keys = [[key_of(identifier.identity(unit, variant)) for variant in unit.variants] for unit in units]
+    planned(sum(map(len, keys)))
     judged = sum(_judge_anew(log, identifier, unit) for unit in units)
     pending = [
         replace(unit, variants=unfinished)

@@ -173,12 +173,21 @@ class Session:
         """Measure what of some grids is not finished; what the sweep saved is noted with each record."""
         names = dict.fromkeys(name for _, grid in wanted for name in grid.presses if name != FULL)
         self.engine.check(list(names))
-        self._note_effort()
         outcome = run_grids(
-            wanted, self.log, self.identifier, self.engine, after=self._note_effort, progress=self.progress
+            wanted,
+            self.log,
+            self.identifier,
+            self.engine,
+            planned=self._note_plan,
+            after=self._note_effort,
+            progress=self.progress,
         )
         self._note_effort(outcome.left_out)
         return outcome
+
+    def _note_plan(self, cells: int) -> None:
+        self.provenance["planned cells"] = cells
+        self._note_effort()
 
     def _note_effort(self, left_out: dict[str, str] | None = None) -> None:
         now = self.engine.effort.as_dict()

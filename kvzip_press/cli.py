@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import json
 import math
+import os
 import shutil
 import statistics
 import sys
@@ -23,6 +24,8 @@ SCORERS = ("kvzip", "kvzip-plus", "logit", "l2")
 REPLAYS = ("full", "local")
 QUANTIZATIONS = ("int8", "int4")
 DTYPES = ("float32", "bfloat16", "float16")
+# Compressed and asked before anything is timed
+WARM_UP = "The museum in the harbour opens at ten. The director has counted nine ships today, and keeps a list."
 
 
 class _Parser(argparse.ArgumentParser):
@@ -49,12 +52,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _build_parser().parse_args(argv)
     try:
         status: int = arguments.command(arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        return readers_gone()
     except (ValueError, OSError, ImportError) as error:
         print(f"{PROG}: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
     return status
+
+
+def readers_gone() -> int:
+    """
+    End quietly when whoever read the output has seen enough, as `head` has.
+
+    Returns
+    -------
+    int
+        The exit status.
+    """
+    # The interpreter flushes what is left at its end: it must have somewhere to go.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 1
 
 
 def _build_parser() -> argparse.ArgumentParser:
@@ -230,7 +250,7 @@ def _compare(arguments: argparse.Namespace, text: str) -> dict[str, Any]:
     """Build both caches, ask them the questions in turn, and collect answers and measures."""
     from tqdm.auto import tqdm
 
-    with tqdm(total=3 + 2 * len(arguments.questions), desc="loading the model", leave=False, disable=None) as bar:
+    with tqdm(total=4 + 2 * len(arguments.questions), desc="loading the model", leave=False, disable=None) as bar:
 
         def step(description: str) -> None:
             bar.update()
@@ -242,6 +262,8 @@ def _compare(arguments: argparse.Namespace, text: str) -> dict[str, Any]:
 
         from kvzip_press import CompressedContext
 
+        step("kernels (the first time they are compiled)")
+        _warm_up(model, tokenizer, press)
         step("prefill")
         full = CompressedContext.full(model, tokenizer, text)
         step("compression")
@@ -271,6 +293,13 @@ def _compare(arguments: argparse.Namespace, text: str) -> dict[str, Any]:
         **measures,
         "answers": answers,
     }
+
+
+def _warm_up(model: Any, tokenizer: Any, press: Any) -> None:
+    """Have kernels compiled before anything is timed."""
+    from kvzip_press import CompressedContext
+
+    CompressedContext.compress(model, tokenizer, WARM_UP, press=press).answer("How many ships?", max_new_tokens=2)
 
 
 def _build_press(arguments: argparse.Namespace, tokenizer: Any) -> Any:
@@ -304,7 +333,7 @@ def _measures(context: "CompressedContext") -> dict[str, Any]:
 
 
 def _median_seconds(answers: Iterable[dict[str, Any]]) -> float | None:
-    # The median: the first answer may pay for a compilation or a cold cache.
+    # The median: the first answer may pay for a cold cache.
     times = [answer["seconds_per_token"] for answer in answers if answer["seconds_per_token"] is not None]
     return statistics.median(times) if times else None
 

@@ -103,8 +103,9 @@ class KVzipPress(BasePress):
         Store the kept pairs in 8 (``"int8"``) or 4 bits (``"int4"``) a number, keys by channel and values by token (as
         in KIVI, arXiv 2402.02750); tokens after the context stay in the model's type. Not quantised by default.
     backend : str
-        Kernels: ``"auto"``, or one of :data:`kvzip_press.kernels.api.BACKENDS`, which then runs or raises. ``"flash"``
-        (flash-attn) has a kernel for decoding alone: the replay then takes what ``"auto"`` takes.
+        Kernels: ``"auto"``, or ``"cpu"``, ``"triton"``, ``"torch"``, ``"flash"`` or ``"reference"``
+        (:data:`kvzip_press.kernels.api.BACKENDS`), which then runs or raises. ``"flash"`` (flash-attn) has a kernel for
+        decoding alone: the replay then takes what ``"auto"`` takes.
     progress : bool
         Show a progress bar of the replay.
 

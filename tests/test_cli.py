@@ -7,7 +7,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from kvzip_press import cli
+from kvzip_press import CompressedContext, cli
 
 WINDOW = 512
 TEMPLATE = (
@@ -270,3 +270,27 @@ def test_help_does_not_import_torch():
         "sys.exit('torch' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)
+
+
+def test_kernels_are_warmed_up_before_anything_is_timed(run, document, monkeypatch):
+    """What is compiled at first use would be in the compressed cache's times."""
+    compressed = []
+    compress = CompressedContext.compress
+
+    def noted(model, tokenizer, text, **options):
+        compressed.append(text)
+        return compress(model, tokenizer, text, **options)
+
+    monkeypatch.setattr(CompressedContext, "compress", noted)
+    assert run("ask", document, "-q", "What?", "--max-new-tokens", "1")[0] == 0
+    assert compressed == [cli.WARM_UP, document.read_text().strip()]
+
+
+@pytest.mark.parametrize("module", ["kvzip_press.cli", "kvzip_press.eval.main"])
+def test_a_reader_that_has_seen_enough_is_no_error(module):
+    """The pipe is closed before anything is written to it."""
+    command = "--version" if module == "kvzip_press.cli" else "presses"
+    code = f"import sys; from {module} import main; sys.exit(main([{command!r}]))"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()
+        assert process.stderr.read() == b""

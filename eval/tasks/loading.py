@@ -51,12 +51,10 @@ def wants_generated(task: Task, request: Request) -> bool:
     """
     if request.source == GENERATED:
         if GENERATED not in task.sources:
-            raise ValueError(f"{task.name}: can't be generated: read it from {HUB!r} or from a local folder or file")
+            raise ValueError(f"{task.name}: can't be generated: give --source {HUB}, or a local folder or file")
         return True
     if HUB not in task.sources:
-        raise ValueError(
-            f"{task.name}: can only be generated: the source must be {GENERATED!r}, got {request.source!r}"
-        )
+        raise ValueError(f"{task.name}: can only be generated: leave --source {request.source} out")
     return False
 
 

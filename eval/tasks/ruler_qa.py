@@ -85,7 +85,7 @@ def read_questions(task: Task, documents: Documents, corpus: str | None) -> list
     """
     if corpus is None:
         raise ValueError(
-            f"{task.name}: generated from the documents of {documents.title}: give the corpus {HUB!r} "
+            f"{task.name}: generated from the documents of {documents.title}: give --corpus {HUB} "
             f"({documents.published.path}), or a folder with {' or '.join(documents.json_files)} or with the hub's "
             "files (parquet or jsonl); or read the finished task from the hub or a local folder"
         )

@@ -89,7 +89,8 @@ def test_an_interrupted_run_keeps_its_records_and_its_counts(evaluate, monkeypat
     assert status == 130
     assert "the same command goes on where it was" in printed.err
     assert len(read_records(evaluate.results)) == 2
-    assert read_run(evaluate.results)["saved"]["prefills"] == 1
+    run = read_run(evaluate.results)
+    assert (run["saved"]["prefills"], run["planned cells"]) == (1, 12)
     assert read_run(evaluate.results)["saved"]["prefills_alone"] == 1
 
 

@@ -70,6 +70,13 @@ def test_tasks_on_which_the_full_cache_is_not_told_from_0_are_in_no_average():
     assert table.note.endswith("which are here: three.")
 
 
+def test_an_unfinished_run_says_how_far_it_is():
+    summary, run = summarise(two_tasks()), {"planned cells": 20}
+    assert "unfinished: 12 of 20 cells" in provenance_facts(summary, run)
+    assert all_tables(summary, run)[0].note.endswith("The run is unfinished: 12 of 20 cells.")
+    assert "unfinished" not in all_tables(summary, {"planned cells": 12})[0].note
+
+
 def test_a_single_context_has_no_error_and_counts():
     summary = summarise(records_of("one", "full", 1.0, [1]) + records_of("one", "kvzip", 0.3, [0.5]))
     assert [(average.tasks, average.relative) for average in summary.averages] == [(1, 0.5)]

@@ -74,7 +74,7 @@ def test_every_task_says_what_it_is():
 
 @pytest.mark.parametrize("name", [name for name, task in TASKS.items() if GENERATED not in task.sources])
 def test_what_cannot_be_generated_says_so(name):
-    with pytest.raises(ValueError, match=f"^{name}: can't be generated: read it from 'hub' or from a local folder"):
+    with pytest.raises(ValueError, match=f"^{name}: can't be generated: give --source hub, or a local folder"):
         TASKS[name].load(Request())
 
 
