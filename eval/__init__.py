@@ -1,1 +1,1 @@
-"""Measurements of a compressed cache: retrieval, fidelity to the full cache, and cost."""
+"""Measurements of compressed caches beside kvpress's presses."""

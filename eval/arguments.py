@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from kvzip_press.eval.presses import PRESSES, check_name
-from kvzip_press.pretrained import load_model
+from ..pretrained.load import load_model
+from .presses.registry import PRESSES, check_name
 
 
 def make_parser(description: str, presses: list[str], ratios: list[float]) -> argparse.ArgumentParser:

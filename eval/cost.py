@@ -13,8 +13,9 @@ import torch
 from tqdm import tqdm
 from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
-from kvzip_press.eval.arguments import make_parser, prepare
-from kvzip_press.eval.budget import (
+from .arguments import make_parser, prepare
+from .memory import PeakMemory, cache_nbytes
+from .presses.budget import (
     fit_budget,
     kept_pairs,
     masked_indices,
@@ -22,10 +23,9 @@ from kvzip_press.eval.budget import (
     protected_length,
     set_masked_indices,
 )
-from kvzip_press.eval.essays import load_texts
-from kvzip_press.eval.memory import PeakMemory, cache_nbytes
-from kvzip_press.eval.presses import make_press, variants
-from kvzip_press.eval.report import Record, format_table, provenance, write_report
+from .presses.registry import make_press, variants
+from .results.record import Record, format_table, provenance, write_report
+from .tasks.essays import load_texts
 
 MIB = 2**20
 COLUMNS = {

@@ -4,7 +4,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvzip_press.eval.essays import draw_passage
+from .tasks.essays import draw_passage
 
 CITIES = "Lisbon Oslo Nairobi Toronto Lima Prague Hanoi Dublin Quito Cairo Athens Manila Havana Vienna Kyoto".split()
 PEOPLE = [

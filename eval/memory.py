@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from kvzip_press.memory import return_free_memory
+from ..cache.memory import return_free_memory
 
 STATUS = Path("/proc/self/status")
 CLEAR_REFS = Path("/proc/self/clear_refs")

@@ -8,13 +8,13 @@ import kvpress
 from tqdm import tqdm
 from transformers import DynamicCache
 
-from kvzip_press.eval.arguments import add_context_arguments, make_parser, prepare
-from kvzip_press.eval.budget import fit_budget, kept_pairs, protected_length
-from kvzip_press.eval.essays import load_texts
-from kvzip_press.eval.facts import FactContext, make_context
-from kvzip_press.eval.metrics import includes
-from kvzip_press.eval.presses import make_press, variants
-from kvzip_press.eval.report import Record, RecordLog, format_table, mean_and_error, provenance, write_report
+from .arguments import add_context_arguments, make_parser, prepare
+from .facts import FactContext, make_context
+from .metrics.registry import includes
+from .presses.budget import fit_budget, kept_pairs, protected_length
+from .presses.registry import make_press, variants
+from .results.record import Record, RecordLog, format_table, mean_and_error, provenance, write_report
+from .tasks.essays import load_texts
 
 QUESTION = "\n\nQuestion: {question}"
 COLUMNS = {

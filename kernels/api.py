@@ -7,23 +7,22 @@ from typing import Any
 import torch
 
 from .backends import BACKENDS, REPLAY_BACKENDS, check_backend, decode_module, replay_module
+from .decode.torch import accumulation_dtype
 from .merge import merge_lse
-from .quantization import PackedKeys, PackedValues, QuantizedKeys, QuantizedValues
-from .segments import Segments
-from .torch_decode import accumulation_dtype
+from .options import REDUCTIONS, ReplayOptions
+from .storage.quantization import PackedKeys, PackedValues, QuantizedKeys, QuantizedValues
+from .storage.segments import Segments
 
 __all__ = [
     "BACKENDS",
     "REDUCTIONS",
     "REPLAY_BACKENDS",
+    "ReplayOptions",
     "check_backend",
     "decode_attention",
     "merge_lse",
     "replay_attention",
-    "replay_scores",
 ]
-
-REDUCTIONS = ("max", "sum_of_squares", "sum", "logit")
 
 
 def decode_attention(
@@ -50,7 +49,7 @@ def decode_attention(
     cu_seqlens : torch.Tensor or Segments
         Shape (batch_size * num_kv_heads + 1,), int32 or int64: segment ``i`` is
         ``packed_key[cu_seqlens[i]:cu_seqlens[i + 1]]``. Segments may be empty. A tensor is validated at every call; a
-        :class:`~kvzip_press.kernels.segments.Segments` was when it was built, and no call waits for the device.
+        :class:`~kvzip_press.kernels.storage.segments.Segments` was when it was built, and no call waits for the device.
     softmax_scale : float
         Factor of the logits.
     softcap : float, optional
@@ -191,17 +190,8 @@ def replay_attention(
     own_value: torch.Tensor,
     context_key: torch.Tensor,
     context_value: torch.Tensor,
+    options: ReplayOptions,
     *,
-    anchor: int,
-    start: int,
-    end: int,
-    local: bool,
-    softmax_scale: float,
-    softcap: float | None = None,
-    window: int | None = None,
-    reduction: str = "max",
-    row_weight: torch.Tensor | None = None,
-    column_weight: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
@@ -220,26 +210,8 @@ def replay_attention(
         Keys and values of the replayed tokens, shape (batch_size, num_kv_heads, q_len, head_dim).
     context_key, context_value : torch.Tensor
         The cached context, shape (batch_size, num_kv_heads, context_len, head_dim).
-    anchor : int
-        Number of leading context columns in the softmax of the score (chat prefix and sinks), at most ``start``.
-    start, end : int
-        Scored columns of the context.
-    local : bool
-        Attend to the anchor, the chunk and the own keys alone; otherwise to the whole context.
-    softmax_scale : float
-        Factor of the logits.
-    softcap : float, optional
-        ``softcap * tanh(logits / softcap)`` replaces the logits; positive.
-    window : int, optional
-        Sliding window: a token sees the last ``window`` tokens, itself included.
-    reduction : str
-        ``"max"``, ``"sum_of_squares"`` or ``"sum"`` of the softmax weights, or ``"logit"``: maximum of the scaled
-        logits.
-    row_weight : torch.Tensor, optional
-        Factor of each replayed token's weights before the reduction, shape (batch_size, q_len); with ``"max"`` not
-        negative.
-    column_weight : torch.Tensor, optional
-        Non-negative factor of each pair, shape (batch_size, num_kv_heads, group, end - start).
+    options : ReplayOptions
+        Columns, masks, and the reduction.
     backend : str
         One of :data:`REPLAY_BACKENDS`, chosen as by :func:`decode_attention`.
 
@@ -256,84 +228,12 @@ def replay_attention(
     ImportError
         If what the named backend needs is not installed.
     """
-    _check_query(query.shape, softcap)
-    _check_replay(context_key, anchor, start, end, reduction)
+    _check_query(query.shape, options.softcap)
+    _check_replay(context_key, options.anchor, options.start, options.end, options.reduction)
     module = replay_module(backend, query.device, query.dtype, query.shape[-1])
-    out, scores = module.replay_attention(
-        query,
-        own_key,
-        own_value,
-        context_key,
-        context_value,
-        anchor=anchor,
-        start=start,
-        end=end,
-        local=local,
-        softmax_scale=softmax_scale,
-        softcap=softcap,
-        window=window,
-        reduction=reduction,
-        row_weight=row_weight,
-        column_weight=column_weight,
-    )
+    out, scores = module.replay_attention(query, own_key, own_value, context_key, context_value, **vars(options))
     dtype = accumulation_dtype(query.dtype)
     return out.to(dtype), scores.to(dtype)
-
-
-def replay_scores(
-    query: torch.Tensor,
-    own_key: torch.Tensor,
-    context_key: torch.Tensor,
-    *,
-    anchor: int,
-    start: int,
-    end: int,
-    softmax_scale: float,
-    softcap: float | None = None,
-    window: int | None = None,
-    reduction: str = "max",
-    row_weight: torch.Tensor | None = None,
-    column_weight: torch.Tensor | None = None,
-    backend: str = "auto",
-) -> torch.Tensor:
-    """
-    The scores of :func:`replay_attention` alone: no values are read and no output is computed.
-
-    Parameters
-    ----------
-    query, own_key, context_key : torch.Tensor
-        As in :func:`replay_attention`, and so are all other parameters.
-
-    Returns
-    -------
-    torch.Tensor
-        Shape (batch_size, num_kv_heads, end - start), float32 (float64 for float64 input).
-
-    Raises
-    ------
-    ValueError
-        If the columns or the reduction are out of range, or the named backend can't take this input.
-    ImportError
-        If what the named backend needs is not installed.
-    """
-    _check_query(query.shape, softcap)
-    _check_replay(context_key, anchor, start, end, reduction)
-    module = replay_module(backend, query.device, query.dtype, query.shape[-1])
-    scores: torch.Tensor = module.replay_scores(
-        query,
-        own_key,
-        context_key,
-        anchor=anchor,
-        start=start,
-        end=end,
-        softmax_scale=softmax_scale,
-        softcap=softcap,
-        window=window,
-        reduction=reduction,
-        row_weight=row_weight,
-        column_weight=column_weight,
-    )
-    return scores.to(accumulation_dtype(query.dtype))
 
 
 def _check_replay(context_key: torch.Tensor, anchor: int, start: int, end: int, reduction: str) -> None:

@@ -13,7 +13,7 @@ from types import ModuleType
 
 import torch
 
-from .quantization import VALUE_GROUP
+from .storage.quantization import VALUE_GROUP
 
 logger = logging.getLogger(__name__)
 
@@ -108,14 +108,14 @@ def _in_whole_words(head_dim: int) -> bool:
 
 REGISTRY = {
     "reference": Backend("reference", "reference", _ALL),
-    "torch": Backend("torch_decode", "torch_replay", _ALL),
-    "cpu": Backend("cpu_decode", "cpu_replay", device="cpu"),
+    "torch": Backend("decode.torch", "replay.torch", _ALL),
+    "cpu": Backend("decode.cpu", "replay.cpu", device="cpu"),
     "triton": Backend(
-        "triton_decode", "triton_replay", device="cuda", capability=(8, 0), quantized_dims=_in_whole_words,
+        "decode.triton", "replay.triton", device="cuda", capability=(8, 0), quantized_dims=_in_whole_words,
         max_head_dim=256, package="triton", extra="gpu",
     ),
     "flash": Backend(
-        "flash_decode", None, _HALVES, device="cuda", capability=(8, 0), quantized=False, max_head_dim=256,
+        "decode.flash", None, _HALVES, device="cuda", capability=(8, 0), quantized=False, max_head_dim=256,
         package="flash_attn", extra="flash-attn",
     ),
 }  # fmt: skip

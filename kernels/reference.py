@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from .quantization import KEY_BLOCK, PackedKeys, PackedValues, QuantizedKeys, unpack_codes
-from .segments import Segments
+from .storage.quantization import KEY_BLOCK, PackedKeys, PackedValues, QuantizedKeys, unpack_codes
+from .storage.segments import Segments
 
 
 def _logits(query: torch.Tensor, key: torch.Tensor, softmax_scale: float, softcap: float | None) -> torch.Tensor:

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 from .version import __version__
 
 if TYPE_CHECKING:
+    from .cache.measure import cache_nbytes, is_compressed, kept_fraction
     from .context import Answer, CompressedContext
     from .head_scores import HeadScores
-    from .measure import cache_nbytes, is_compressed, kept_fraction
     from .press import KVzipPress
-    from .pretrained import load_model
+    from .pretrained.load import load_model
     from .prompts import PROMPTS, ReplayPrompts
 
 # In a checkout `kernels/` and `eval/` stand beside this folder, where an import from its root would not find them
@@ -29,10 +29,10 @@ _EXPORTS = {
     "KVzipPress": "press",
     "PROMPTS": "prompts",
     "ReplayPrompts": "prompts",
-    "cache_nbytes": "measure",
-    "is_compressed": "measure",
-    "kept_fraction": "measure",
-    "load_model": "pretrained",
+    "cache_nbytes": "cache.measure",
+    "is_compressed": "cache.measure",
+    "kept_fraction": "cache.measure",
+    "load_model": "pretrained.load",
 }
 
 __all__ = [

@@ -12,11 +12,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from kvzip_press import __version__
+from . import __version__
 
 # Nothing here imports torch before a command runs: `--help` and wrong arguments are then answered at once.
 if TYPE_CHECKING:
-    from kvzip_press import CompressedContext
+    from . import CompressedContext
 
 PROG = "kvzip-press"
 LEVELS = ("pair", "pair-layer", "pair-uniform", "head")
@@ -195,7 +195,7 @@ def _load(arguments: argparse.Namespace) -> tuple[Any, Any]:
     import torch
     from transformers.utils import logging
 
-    from kvzip_press.pretrained import load_model
+    from .pretrained.load import load_model
 
     if not sys.stderr.isatty():
         logging.disable_progress_bar()
@@ -210,8 +210,8 @@ def _window(model: Any) -> int | None:
 
 def _check_length(model: Any, tokenizer: Any, text: str, questions: list[str], max_new_tokens: int) -> None:
     """Refuse a document that leaves no room for the longest question and its answer, before any computation."""
-    from kvzip_press.context import QUESTION_SEPARATOR
-    from kvzip_press.prompts import chat_affixes
+    from .context import QUESTION_SEPARATOR
+    from .prompts import chat_affixes
 
     window = _window(model)
     prefix, suffix = chat_affixes(tokenizer)
@@ -240,7 +240,7 @@ def _ask(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(report, indent=2, allow_nan=False))
         return 0
-    from kvzip_press.terminal import format_report
+    from .pretrained.terminal import format_report
 
     print(format_report(report, shutil.get_terminal_size((100, 24)).columns))
     return 0
@@ -260,7 +260,7 @@ def _compare(arguments: argparse.Namespace, text: str) -> dict[str, Any]:
         press = _build_press(arguments, tokenizer)
         _check_length(model, tokenizer, text, arguments.questions, arguments.max_new_tokens)
 
-        from kvzip_press import CompressedContext
+        from . import CompressedContext
 
         step("kernels (the first time they are compiled)")
         _warm_up(model, tokenizer, press)
@@ -297,13 +297,13 @@ def _compare(arguments: argparse.Namespace, text: str) -> dict[str, Any]:
 
 def _warm_up(model: Any, tokenizer: Any, press: Any) -> None:
     """Have kernels compiled before anything is timed."""
-    from kvzip_press import CompressedContext
+    from . import CompressedContext
 
     CompressedContext.compress(model, tokenizer, WARM_UP, press=press).answer("How many ships?", max_new_tokens=2)
 
 
 def _build_press(arguments: argparse.Namespace, tokenizer: Any) -> Any:
-    from kvzip_press import HeadScores, KVzipPress
+    from . import HeadScores, KVzipPress
 
     options = {name: getattr(arguments, name) for name in ("level", "scorer", "replay", "chunk_size", "quantization")}
     options = {name: value for name, value in options.items() if value is not None}
@@ -339,7 +339,7 @@ def _median_seconds(answers: Iterable[dict[str, Any]]) -> float | None:
 
 
 def _score(arguments: argparse.Namespace) -> int:
-    from kvzip_press.head_scores import HeadScores
+    from .head_scores import HeadScores
 
     texts = [_read_text(path) for path in arguments.texts]
     HeadScores.check_target(arguments.output)

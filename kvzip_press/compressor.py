@@ -8,8 +8,8 @@ import torch
 from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from .eviction import evict
-from .measure import is_compressed
+from .cache.eviction import evict
+from .cache.measure import is_compressed
 from .models import evicted_layers, layer_windows, reachable_columns
 from .prompts import EncodedPrompts
 from .replay import ReplayPass, RowContext, plan_replay, replay_row

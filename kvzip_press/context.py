@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
-from .measure import cache_nbytes, is_compressed, kept_fraction
+from .cache.measure import cache_nbytes, is_compressed, kept_fraction
 from .models import head_dim, language_model
 from .press import KVzipPress
 from .prompts import chat_affixes

@@ -12,16 +12,16 @@ import torch
 from kvpress.presses.base_press import BasePress
 from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
-from .attention import check_attention_implementation, install_routing
+from .cache.eviction import QUANTIZATIONS
 from .compressor import Compressor, PrefilledContext
-from .eviction import QUANTIZATIONS
 from .head_scores import HeadScores
 from .kernels.backends import REPLAY_BACKENDS, check_backend, decode_module, replay_module
-from .kernels.quantization import check_bits
+from .kernels.storage.quantization import check_bits
 from .models import head_dim, language_model, layer_windows
 from .prompts import PROMPTS, ReplayPrompts, encode_prompts, find_tokenizer
 from .recorder import PrefillRecorder, replaying
 from .replay import REPEATS, REPLAYS
+from .routing import check_attention_implementation, install_routing
 from .scoring import SCORERS
 from .selection import HEAD_LEVEL, LEVELS, Allowance
 

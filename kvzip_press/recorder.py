@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from transformers import Cache, PreTrainedModel
 
+from .cache.measure import is_compressed
 from .compressor import PrefilledContext, check_cache
-from .measure import is_compressed
 from .models import language_model
 
 

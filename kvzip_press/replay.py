@@ -13,10 +13,10 @@ from tqdm.auto import tqdm
 from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
-from .attention import RoutedTensor
-from .kernels.api import replay_attention
+from .kernels.api import ReplayOptions, replay_attention
 from .models import attention_modules, language_model, reachable_columns
 from .prompts import EncodedPrompts
+from .routing import RoutedTensor
 from .scoring import Scorer, inverse_hidden_norm, value_output_norm
 
 REPLAYS = ("local", "full")
@@ -165,12 +165,7 @@ class _ReplayLayer(_ReadOnlyLayer):
         if scorer.normalized:
             assert self.module is not None
             column_weight = value_output_norm(self.module, self.values[:, :, start:end])
-        out, scores = replay_attention(
-            query,
-            key,
-            value,
-            self.keys,
-            self.values,
+        options = ReplayOptions(
             anchor=anchor,
             start=start,
             end=end,
@@ -181,8 +176,8 @@ class _ReplayLayer(_ReadOnlyLayer):
             reduction=scorer.reduction,
             row_weight=self.row_weight if scorer.normalized else None,
             column_weight=column_weight,
-            backend=self.run.backend,
         )
+        out, scores = replay_attention(query, key, value, self.keys, self.values, options, backend=self.run.backend)
         self.scores[:, :, start:end] = scores
         return out.to(query.dtype)
 

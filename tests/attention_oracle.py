@@ -6,8 +6,8 @@ import itertools
 
 import torch
 
-from kvzip_press.kernels.quantization import QuantizedKeys, QuantizedValues
-from kvzip_press.kernels.segments import Segments
+from kvzip_press.kernels.storage.quantization import QuantizedKeys, QuantizedValues
+from kvzip_press.kernels.storage.segments import Segments
 
 
 def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -75,7 +75,7 @@ def expected_decode(query, key, value, lengths, softmax_scale, softcap=None, tai
 
 def quantized(key, value, lengths, bits):
     """Both in ``bits`` bits; as they are for 16 and more."""
-    from kvzip_press.kernels.quantization import quantize_keys, quantize_values
+    from kvzip_press.kernels.storage.quantization import quantize_keys, quantize_values
 
     if bits >= 16:
         return key, value

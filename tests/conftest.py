@@ -10,7 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTok
 from transformers.utils import logging
 
 from kvzip_press import load_model
-from kvzip_press.eval.essays import load_texts
+from kvzip_press.eval.tasks.essays import load_texts
 
 logging.disable_progress_bar()
 

@@ -10,7 +10,7 @@ from transformers import Cache, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from kvzip_press.cache import RaggedLayer
+from kvzip_press.cache.ragged import RaggedLayer
 
 NAME = "dense_masked_reference"
 

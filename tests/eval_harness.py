@@ -9,10 +9,10 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from kvzip_press.eval.engine_local import LocalEngine
-from kvzip_press.eval.identity import Identifier, RunIdentity
-from kvzip_press.eval.results import SampleLog
-from kvzip_press.eval.runner import Grid, Outcome, run_grids
+from kvzip_press.eval.results.folder import SampleLog
+from kvzip_press.eval.run.engine_local import LocalEngine
+from kvzip_press.eval.run.identity import Identifier, RunIdentity
+from kvzip_press.eval.run.runner import Grid, Outcome, run_grids
 from kvzip_press.eval.tasks.base import Question, Request, Sample, Task
 
 TEMPLATE = (

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from kvzip_press import KVzipPress
-from kvzip_press.cache import RaggedLayer
+from kvzip_press.cache.ragged import RaggedLayer
 
 TOLERANCE = dict(atol=1e-4, rtol=1e-4)
 

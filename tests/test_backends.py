@@ -15,7 +15,7 @@ from attention_oracle import bounds, expected_decode, randn
 
 from kvzip_press.kernels import backends
 from kvzip_press.kernels.backends import BACKENDS, REGISTRY, REPLAY_BACKENDS, decode_module, replay_module
-from kvzip_press.kernels.segments import Segments
+from kvzip_press.kernels.storage.segments import Segments
 
 GPU = torch.device("cuda", 0)
 CPU = torch.device("cpu")
@@ -224,9 +224,9 @@ def varlen_attention(
 def flash_decode(monkeypatch):
     """The module, with the stand-in for flash-attn."""
     monkeypatch.setitem(sys.modules, "flash_attn", types.SimpleNamespace(flash_attn_varlen_func=varlen_attention))
-    monkeypatch.delitem(sys.modules, "kvzip_press.kernels.flash_decode", raising=False)
-    yield importlib.import_module("kvzip_press.kernels.flash_decode")
-    sys.modules.pop("kvzip_press.kernels.flash_decode")
+    monkeypatch.delitem(sys.modules, "kvzip_press.kernels.decode.flash", raising=False)
+    yield importlib.import_module("kvzip_press.kernels.decode.flash")
+    sys.modules.pop("kvzip_press.kernels.decode.flash")
 
 
 @pytest.mark.parametrize("q_len", [1, 3])

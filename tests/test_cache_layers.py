@@ -13,12 +13,12 @@ from transformers import Cache, DynamicCache, EncoderDecoderCache, StaticCache
 from transformers.cache_utils import QuantizedLayer
 
 from kvzip_press import KVzipPress, cache_nbytes, is_compressed, kept_fraction
-from kvzip_press import cache as cache_module
 from kvzip_press import press as press_module
-from kvzip_press.cache import RaggedLayer
-from kvzip_press.logical import LogicalStates
+from kvzip_press.cache import ragged as cache_module
+from kvzip_press.cache.logical import LogicalStates
+from kvzip_press.cache.ragged import RaggedLayer
+from kvzip_press.cache.window import WindowLayer
 from kvzip_press.models import language_model
-from kvzip_press.window import WindowLayer
 
 IDS = random_ids(80, seed=1)
 QUESTION = random_ids(6, seed=2)

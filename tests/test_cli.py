@@ -286,7 +286,7 @@ def test_kernels_are_warmed_up_before_anything_is_timed(run, document, monkeypat
     assert compressed == [cli.WARM_UP, document.read_text().strip()]
 
 
-@pytest.mark.parametrize("module", ["kvzip_press.cli", "kvzip_press.eval.main"])
+@pytest.mark.parametrize("module", ["kvzip_press.cli", "kvzip_press.eval.command.main"])
 def test_a_reader_that_has_seen_enough_is_no_error(module):
     """The pipe is closed before anything is written to it."""
     command = "--version" if module == "kvzip_press.cli" else "presses"

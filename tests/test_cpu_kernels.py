@@ -13,9 +13,13 @@ import pytest
 import torch
 from numba import njit
 
-from kvzip_press.kernels import cpu_decode, cpu_rows, cpu_simd, cpu_softmax, cpu_threads
-from kvzip_press.kernels.blocked_replay import Columns
-from kvzip_press.kernels.segments import Segments
+from kvzip_press.kernels.decode import cpu as cpu_decode
+from kvzip_press.kernels.replay import cpu_softmax
+from kvzip_press.kernels.replay.blocked import Columns
+from kvzip_press.kernels.simd import rows as cpu_rows
+from kvzip_press.kernels.simd import threads as cpu_threads
+from kvzip_press.kernels.simd import vectors as cpu_simd
+from kvzip_press.kernels.storage.segments import Segments
 
 
 def apply(function, numbers: np.ndarray) -> np.ndarray:

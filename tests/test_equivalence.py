@@ -12,7 +12,7 @@ from tiny_models import FAMILIES, build_model, build_tokenizer, random_ids
 from transformers import DynamicCache
 
 from kvzip_press import HeadScores, KVzipPress
-from kvzip_press.cache import RaggedLayer
+from kvzip_press.cache.ragged import RaggedLayer
 from kvzip_press.compressor import PrefilledContext
 from kvzip_press.models import evicted_layers, language_model, layer_windows
 from kvzip_press.selection import LEVELS, Allowance

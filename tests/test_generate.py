@@ -9,7 +9,7 @@ from tiny_models import build_model, random_ids
 from transformers import DynamicCache
 
 from kvzip_press import cache_nbytes, is_compressed, kept_fraction
-from kvzip_press.cache import RaggedLayer
+from kvzip_press.cache.ragged import RaggedLayer
 from kvzip_press.models import language_model
 
 PROMPT = random_ids(80, seed=1)

@@ -12,7 +12,7 @@ from tiny_models import SHAPE, build_model, build_tokenizer, random_ids
 from transformers import Cache, DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from kvzip_press import HeadScores, KVzipPress, ReplayPrompts, is_compressed, kept_fraction
-from kvzip_press.cache import RaggedLayer
+from kvzip_press.cache.ragged import RaggedLayer
 
 IDS = random_ids(60)
 QUESTION = random_ids(4, seed=7)

@@ -215,7 +215,7 @@ def test_an_exception_in_generate_leaves_the_model_whole(monkeypatch):
 
 def test_an_eviction_that_is_cut_off_leaves_a_cache_that_works(monkeypatch, family):
     """If the eviction fails in the middle, the layers that are still full and the ragged ones work together."""
-    from kvzip_press import eviction
+    from kvzip_press.cache import eviction
 
     model, cache = build_model(family), DynamicCache()
     built = []

@@ -14,10 +14,8 @@ import pytest
 import torch
 from tiny_models import build_model, build_tokenizer
 
-from kvzip_press.cache import RaggedLayer
-from kvzip_press.kernels.bench import (
-    __main__ as bench,
-)
+from kvzip_press.cache.ragged import RaggedLayer
+from kvzip_press.kernels.bench import __main__ as bench
 from kvzip_press.kernels.bench import (
     arguments,
     autotune,

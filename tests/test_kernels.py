@@ -10,12 +10,15 @@ from attention_oracle import bounds, expected_decode, quantized, randn
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvzip_press.kernels import cpu_softmax, reference, torch_decode, torch_replay
+from kvzip_press.kernels import reference
 from kvzip_press.kernels.api import REDUCTIONS, decode_attention, replay_attention, replay_scores
+from kvzip_press.kernels.decode import torch as torch_decode
+from kvzip_press.kernels.decode.torch import dense_attention
 from kvzip_press.kernels.merge import merge_lse
-from kvzip_press.kernels.quantization import quantize_keys, quantize_values
-from kvzip_press.kernels.segments import Segments
-from kvzip_press.kernels.torch_decode import dense_attention
+from kvzip_press.kernels.replay import cpu_softmax
+from kvzip_press.kernels.replay import torch as torch_replay
+from kvzip_press.kernels.storage.quantization import quantize_keys, quantize_values
+from kvzip_press.kernels.storage.segments import Segments
 
 # Largest error of an output that is a mean of values of size 1
 BOUND = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 2e-5, torch.float16: 2e-5}

@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from kvzip_press import smollm2
-from kvzip_press.pretrained import load_model
+from kvzip_press.pretrained import smollm2
+from kvzip_press.pretrained.load import load_model
 
 
 @pytest.fixture
@@ -239,7 +239,7 @@ def test_unknown_name_offline(monkeypatch):
 def test_hub_failures_are_told_apart(monkeypatch, make_error, message):
     from huggingface_hub import constants
 
-    from kvzip_press import pretrained
+    from kvzip_press.pretrained import load as pretrained
 
     def fail(*args, **kwargs):
         raise OSError("can't load the configuration") from make_error()

@@ -11,8 +11,8 @@ from attention_oracle import bounds, randn, stored_numbers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvzip_press.kernels.quantization import pack_codes, quantize_keys, quantize_values, unpack_codes
-from kvzip_press.kernels.segments import Segments
+from kvzip_press.kernels.storage.quantization import pack_codes, quantize_keys, quantize_values, unpack_codes
+from kvzip_press.kernels.storage.segments import Segments
 
 TINY = 2.0**-24
 

@@ -13,8 +13,8 @@ from tiny_models import WINDOW, build_model, random_ids
 from transformers import DynamicCache
 
 from kvzip_press import CompressedContext, KVzipPress, cache_nbytes, kept_fraction
-from kvzip_press.cache import RaggedLayer
-from kvzip_press.kernels.quantization import QuantizedKeys, QuantizedValues
+from kvzip_press.cache.ragged import RaggedLayer
+from kvzip_press.kernels.storage.quantization import QuantizedKeys, QuantizedValues
 
 IDS = random_ids(300, seed=1)
 QUESTION = random_ids(6, seed=2)

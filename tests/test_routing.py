@@ -17,7 +17,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from kvzip_press.attention import RoutedTensor, _route, install_routing
+from kvzip_press.routing import RoutedTensor, _route, install_routing
 
 IDS, QUESTION = random_ids(60), random_ids(5, seed=3)
 
@@ -74,7 +74,7 @@ cache = prefill(model, random_ids(60), make_press(ratio=0.3))
 found.append(ask(model, cache, random_ids(5, seed=3)).flatten().tolist())
 """
 OURS_FIRST = (
-    "from kvzip_press.attention import install_routing\ninstall_routing()\n"
+    "from kvzip_press.routing import install_routing\ninstall_routing()\n"
     "assert 'kvpress' not in sys.modules\nimport kvpress"
 )
 

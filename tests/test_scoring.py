@@ -12,7 +12,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvzip_press.compressor import PrefilledContext
-from kvzip_press.kernels import torch_replay
+from kvzip_press.kernels.replay import torch as torch_replay
 from kvzip_press.models import attention_modules, evicted_layers, language_model, layer_windows
 from kvzip_press.scoring import SCORERS, inverse_hidden_norm, value_output_norm
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tiny_models import build_model, random_ids
 
 from kvzip_press import HeadScores, kept_fraction
-from kvzip_press.cache import RaggedLayer
+from kvzip_press.cache.ragged import RaggedLayer
 from kvzip_press.selection import (
     SELECTORS,
     Allowance,

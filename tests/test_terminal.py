@@ -1,6 +1,6 @@
 import pytest
 
-from kvzip_press.terminal import format_report, human_bytes, human_seconds, side_by_side
+from kvzip_press.pretrained.terminal import format_report, human_bytes, human_seconds, side_by_side
 
 
 @pytest.mark.parametrize(

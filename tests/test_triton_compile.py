@@ -13,9 +13,11 @@ triton = pytest.importorskip("triton", reason="the extra 'gpu' is not installed"
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("kernels are compiled in a process without TRITON_INTERPRET", allow_module_level=True)
 
-from kvzip_press.kernels import triton_decode, triton_replay, triton_scores  # noqa: E402
-from kvzip_press.kernels.quantization import quantize_keys, quantize_values  # noqa: E402
-from kvzip_press.kernels.segments import Segments  # noqa: E402
+from kvzip_press.kernels.decode import triton as triton_decode  # noqa: E402
+from kvzip_press.kernels.replay import triton as triton_replay  # noqa: E402
+from kvzip_press.kernels.replay import triton_scores  # noqa: E402
+from kvzip_press.kernels.storage.quantization import quantize_keys, quantize_values  # noqa: E402
+from kvzip_press.kernels.storage.segments import Segments  # noqa: E402
 from kvzip_press.kernels.triton_compile import Resources, _kind, compile_kernel  # noqa: E402
 from kvzip_press.kernels.triton_config import REPLAY_CONFIGS, decode_configs  # noqa: E402
 

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from packaging.version import Version
 
-from kvzip_press.kernels.quantization import KEY_BLOCK
-from kvzip_press.kernels.segments import Segments
-from kvzip_press.kernels.split_k import work_list
+from kvzip_press.kernels.decode.split_k import work_list
+from kvzip_press.kernels.storage.quantization import KEY_BLOCK
+from kvzip_press.kernels.storage.segments import Segments
 
 CPU = torch.device("cpu")
 
@@ -36,7 +36,7 @@ def test_results_in_the_interpreter(tmp_path):
 
 def test_tensors_on_the_cpu_are_refused():
     """Outside of the interpreter, with the backend that takes them."""
-    triton_decode = pytest.importorskip("kvzip_press.kernels.triton_decode", reason="the extra 'gpu' is not installed")
+    triton_decode = pytest.importorskip("kvzip_press.kernels.decode.triton", reason="the extra 'gpu' is not installed")
     pairs = torch.zeros(3, 64)
     with pytest.raises(ValueError, match="takes tensors on a GPU, got cpu; use backend='cpu'"):
         triton_decode.decode_attention(
@@ -133,7 +133,7 @@ def run_assembly(text: str, inputs: dict[str, np.ndarray]) -> dict[str, np.ndarr
 @pytest.mark.parametrize("bits", [8, 4])
 def test_codes_become_numbers(bits, of_keys):
     """The interpreter runs no assembly: here it is run on every possible unit, in both halves of a word."""
-    codes = pytest.importorskip("kvzip_press.kernels.triton_codes", reason="the extra 'gpu' is not installed")
+    codes = pytest.importorskip("kvzip_press.kernels.decode.triton_codes", reason="the extra 'gpu' is not installed")
     name = f"{'KEY' if of_keys else 'VALUE'}_CODES_{bits}"
     parts = 16 // bits
     units = np.arange(1 << 16, dtype=np.uint32), np.arange(1 << 16, dtype=np.uint32)[::-1]

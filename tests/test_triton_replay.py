@@ -24,7 +24,7 @@ def test_results_in_the_interpreter(tmp_path):
 
 def test_tensors_on_the_cpu_are_refused():
     """Outside of the interpreter, with the backend that takes them."""
-    triton_replay = pytest.importorskip("kvzip_press.kernels.triton_replay", reason="the extra 'gpu' is not installed")
+    triton_replay = pytest.importorskip("kvzip_press.kernels.replay.triton", reason="the extra 'gpu' is not installed")
     query, key = torch.zeros(1, 2, 3, 64), torch.zeros(1, 1, 3, 64)
     columns = {"anchor": 0, "start": 0, "end": 3, "softmax_scale": 1.0}
     with pytest.raises(ValueError, match="takes tensors on a GPU, got cpu; use backend='torch'"):

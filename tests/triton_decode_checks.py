@@ -12,9 +12,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvzip_press.kernels import triton_decode
-from kvzip_press.kernels.quantization import QuantizedKeys, QuantizedValues, quantize_keys, quantize_values
-from kvzip_press.kernels.segments import Segments
+from kvzip_press.kernels.decode import triton as triton_decode
+from kvzip_press.kernels.storage.quantization import QuantizedKeys, QuantizedValues, quantize_keys, quantize_values
+from kvzip_press.kernels.storage.segments import Segments
 from kvzip_press.kernels.triton_config import INTERPRETED, DecodeConfig, decode_config
 
 assert INTERPRETED

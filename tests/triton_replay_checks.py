@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from kvzip_press.kernels import triton_config, triton_replay, triton_scores
+from kvzip_press.kernels import triton_config
+from kvzip_press.kernels.replay import triton as triton_replay
+from kvzip_press.kernels.replay import triton_scores
 from kvzip_press.kernels.triton_config import INTERPRETED, REPLAY_CONFIGS, ReplayConfig
 
 assert INTERPRETED

@@ -25,8 +25,8 @@ class Question:
     answers : tuple[str, ...]
         Reference answers; the metric says how several count. Empty where a task has none.
     metric : str
-        A name in :data:`kvzip_press.eval.metrics.METRICS`; or ``"fidelity"``, which is measured along the full cache's
-        own answers.
+        A name in :data:`kvzip_press.eval.metrics.registry.METRICS`; or ``"fidelity"``, which is measured along the full
+        cache's own answers.
     max_new_tokens : int
         Longest answer.
     answer_prefix : str

@@ -6,11 +6,11 @@ import random
 from itertools import chain, islice
 from pathlib import Path
 
-from kvzip_press.eval.essays import load_texts, text_files
-from kvzip_press.eval.tasks.base import GENERATED, HUB, Question, Request, Sample, Task
-from kvzip_press.eval.tasks.generation import generate
-from kvzip_press.eval.tasks.loading import Published, read_rows, wants_generated
-from kvzip_press.eval.tasks.rows import Row
+from .base import GENERATED, HUB, Question, Request, Sample, Task
+from .essays import load_texts, text_files
+from .generation import generate
+from .loading import Published, read_rows, wants_generated
+from .rows import Row
 
 # Measured by the runner along the full cache's own answers: no prediction can be judged alone.
 METRIC = "fidelity"

@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Callable
 from typing import TypeVar
 
-from kvzip_press.eval.tasks.base import Question, Request, Sample, Task
+from .base import Question, Request, Sample, Task
 
 T = TypeVar("T")
 # Draws a context and its questions, with a haystack of so many units.

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from kvzip_press.eval.tasks.base import HUB, Question, Request, Sample, Task
-from kvzip_press.eval.tasks.generation import token_counter
-from kvzip_press.eval.tasks.loading import Published, read_rows, wants_generated
+from .base import HUB, Question, Request, Sample, Task
+from .generation import token_counter
+from .loading import Published, read_rows, wants_generated
 
 PUBLISHED = Published("openai/gsm8k", "test", ("question", "answer"), ("main/test*", "test*", "*"), name="main")
 NUM_CONTEXTS = 100

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvzip_press.eval.tasks.base import GENERATED, HUB, Request, Task
-from kvzip_press.eval.tasks.rows import Rows
+from .base import GENERATED, HUB, Request, Task
+from .rows import Rows
 
 # By suffix, the reader of `datasets`; in a folder with both, the first wins.
 READERS = {".parquet": "parquet", ".jsonl": "json"}

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from kvzip_press.eval.essays import read_corpus
-from kvzip_press.eval.tasks.base import Question, Request, Sample, Task
-from kvzip_press.eval.tasks.generation import grow, token_counter
-from kvzip_press.eval.tasks.loading import wants_generated
+from .base import Question, Request, Sample, Task
+from .essays import read_corpus
+from .generation import grow, token_counter
+from .loading import wants_generated
 
 LENGTHS = (500, 2000, 8000)
 DEPTHS = tuple(range(0, 101, 10))

@@ -10,9 +10,9 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvzip_press.eval.tasks.base import Question, Request, Sample, Task
-from kvzip_press.eval.tasks.generation import draw_distinct, generate
-from kvzip_press.eval.tasks.loading import wants_generated
+from .base import Question, Request, Sample, Task
+from .generation import draw_distinct, generate
+from .loading import wants_generated
 
 LENGTH = 1000
 NUM_CONTEXTS = 50

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from difflib import get_close_matches
 
-from kvzip_press.eval.tasks import fidelity, gsm8k, niah, privacy, ruler, scbench, squad
-from kvzip_press.eval.tasks.base import Task
+from . import fidelity, gsm8k, niah, privacy, squad
+from .base import Task
+from .ruler import tasks as ruler
+from .scbench import tasks as scbench
 
 TASKS: dict[str, Task] = {
     task.name: task

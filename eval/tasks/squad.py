@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kvzip_press.eval.tasks.base import HUB, Question, Request, Sample, Task
-from kvzip_press.eval.tasks.loading import Published, read_rows, wants_generated
+from .base import HUB, Question, Request, Sample, Task
+from .loading import Published, read_rows, wants_generated
 
 PUBLISHED = Published(
     "rajpurkar/squad", "train", ("context", "question", "answers"), ("plain_text/train*", "train*", "*")

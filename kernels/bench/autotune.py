@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from ..api import decode_attention, replay_attention
 from ..backends import REGISTRY
-from ..quantization import PackedKeys, PackedValues, quantize_keys, quantize_values
+from ..storage.quantization import PackedKeys, PackedValues, quantize_keys, quantize_values
 from .case import Shape, Variant, dtype_name, randn
 from .decode import decode_input
 from .scores import replay_input, row_lse, score_pass
@@ -154,7 +154,7 @@ def tunings(
 def _decode_tunings(
     kernel: str, shape: Shape, context: int, dtype: torch.dtype, device: torch.device
 ) -> Iterator[Tuning]:
-    from .. import triton_decode
+    from ..decode import triton as triton_decode
     from ..triton_config import architecture, decode_configs, decode_kind
 
     kind = decode_kind(dtype) if kernel == "decode" else kernel
@@ -192,7 +192,7 @@ def _with_config(call: Callable[..., Any], config: Any) -> Callable[[], Any]:
 
 
 def _replay_tuning(kernel: str, shape: Shape, chunk: int, dtype: torch.dtype, device: torch.device) -> Tuning:
-    from .. import triton_replay
+    from ..replay import triton as triton_replay
     from ..triton_config import REPLAY_CONFIGS, architecture, decode_kind
 
     data = replay_input(shape, chunk, dtype, device)

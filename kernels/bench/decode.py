@@ -13,8 +13,8 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from ..api import decode_attention
-from ..quantization import PackedKeys, PackedValues, quantize_keys, quantize_values
-from ..segments import Segments
+from ..storage.quantization import PackedKeys, PackedValues, quantize_keys, quantize_values
+from ..storage.segments import Segments
 from .arguments import Options
 from .case import (
     KEPT,

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from ..api import decode_attention, replay_attention, replay_scores
-from ..quantization import PackedKeys, PackedValues, quantize_keys, quantize_values
-from ..segments import Segments
+from ..storage.quantization import PackedKeys, PackedValues, quantize_keys, quantize_values
+from ..storage.segments import Segments
 from .case import dtype_name, randn
 from .verify import LSE, verify_results
 

@@ -135,7 +135,7 @@ class PackagedModel:
         return decoding_case(self._model, caches, self.options.backend, target=2.0)
 
     def _press(self, quantization: str | None, backend: str | None = None) -> Any:
-        from kvzip_press import KVzipPress
+        from ... import KVzipPress
 
         backend = backend or self.options.backend
         return KVzipPress(ratio=KEPT, quantization=quantization, tokenizer=self._tokenizer, backend=backend)
@@ -155,7 +155,7 @@ class PackagedModel:
         """Scores of a context as a whole replay gives them, shape (num_layers, num_kv_heads, num_tokens)."""
         from transformers import DynamicCache
 
-        from kvzip_press.compressor import PrefilledContext
+        from ...compressor import PrefilledContext
 
         filled = DynamicCache()
         self._model.model(input_ids=ids, past_key_values=filled)
@@ -165,7 +165,7 @@ class PackagedModel:
 
 
 def _load_packaged() -> tuple[Any, Any]:
-    from kvzip_press import load_model
+    from ... import load_model
 
     try:
         return load_model()
@@ -280,7 +280,7 @@ def evicted(full: Any, keep: list[torch.Tensor], quantization: str | None, backe
     """
     from transformers import DynamicCache
 
-    from kvzip_press.eviction import evict
+    from ...cache.eviction import evict
 
     packed = DynamicCache()
     packed.layers = list(full.layers)

@@ -300,7 +300,7 @@ def score_pass(data: ReplayInput, lse: torch.Tensor) -> torch.Tensor:
     torch.Tensor
         Shape (1, num_kv_heads, end - start), float32.
     """
-    from ..triton_scores import column_scores
+    from ..replay.triton_scores import column_scores
 
     return column_scores(
         data.query,

@@ -43,7 +43,7 @@ def model_dir(tmp_path_factory):
 
 @pytest.fixture
 def tiny(model_dir):
-    from kvzip_press.pretrained import load_model
+    from kvzip_press.pretrained.load import load_model
 
     return load_model(str(model_dir))
 
@@ -56,7 +56,7 @@ def toy_dir(tmp_path_factory):
 @pytest.fixture
 def toy(toy_dir):
     """A model that every press runs on, and its tokenizer."""
-    from kvzip_press.pretrained import load_model
+    from kvzip_press.pretrained.load import load_model
 
     return load_model(str(toy_dir))
 

@@ -2,7 +2,7 @@ import kvpress
 import pytest
 import torch
 
-from kvzip_press.eval.chat import STYLES, SYSTEM, Chat
+from kvzip_press.eval.run.chat import STYLES, SYSTEM, Chat
 from kvzip_press.eval.tasks.base import Question, Task
 from kvzip_press.prompts import PROMPTS, encode_prompts
 

@@ -5,8 +5,15 @@ import kvpress
 import pytest
 import torch
 
-from kvzip_press.eval import fidelity
-from kvzip_press.eval.fidelity import answer_logprobs, compare, greedy_answer, layer_lengths, measure_press, prefill
+from kvzip_press.eval.run import fidelity
+from kvzip_press.eval.run.fidelity import (
+    answer_logprobs,
+    compare,
+    greedy_answer,
+    layer_lengths,
+    measure_press,
+    prefill,
+)
 
 
 @pytest.fixture

@@ -18,11 +18,11 @@ import pytest
 import yaml
 from eval_harness import save_tiny_model
 
-from kvzip_press.eval.kvpress_evaluate import check_script, main, register_presses
-from kvzip_press.eval.kvpress_format import init_command, registry_name, write_dataset, write_folders
-from kvzip_press.eval.main import main as kvzip_eval
-from kvzip_press.eval.presses import PRESSES, make_press, press_parameters
-from kvzip_press.eval.results import read_records
+from kvzip_press.eval.command.kvpress_evaluate import check_script, main, register_presses
+from kvzip_press.eval.command.main import main as kvzip_eval
+from kvzip_press.eval.presses.registry import PRESSES, make_press, press_parameters
+from kvzip_press.eval.results.folder import read_records
+from kvzip_press.eval.results.kvpress_format import init_command, registry_name, write_dataset, write_folders
 from kvzip_press.eval.tasks.base import Question, Sample
 
 TASKS = ["ruler_niah_single_1", "ruler_vt"]
@@ -205,7 +205,7 @@ def test_a_wrong_path_is_answered_with_how_to_get_the_script(path, capsys):
 
 def run_theirs(model_dir, data, output, press, removed):
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "kvzip_press.eval.kvpress_evaluate", str(SCRIPT), f"--data_folder={data}"]
+    command = [sys.executable, "-m", "kvzip_press.eval.command.kvpress_evaluate", str(SCRIPT), f"--data_folder={data}"]
     options = {
         "dataset": "ruler",
         "data_dir": LENGTH,

@@ -5,10 +5,14 @@ import sys
 import pytest
 from eval_harness import ToyTask
 
-from kvzip_press.eval import budget, chat, demo, identity, main_parser, metrics, sweep
-from kvzip_press.eval.main import COMMANDS, main
-from kvzip_press.eval.presses import PRESSES
-from kvzip_press.eval.results import read_records, read_run
+from kvzip_press.eval.command import demo
+from kvzip_press.eval.command import parser as main_parser
+from kvzip_press.eval.command.main import COMMANDS, main
+from kvzip_press.eval.metrics import registry as metrics
+from kvzip_press.eval.presses import budget
+from kvzip_press.eval.presses.registry import PRESSES
+from kvzip_press.eval.results.folder import read_records, read_run
+from kvzip_press.eval.run import chat, identity, sweep
 from kvzip_press.eval.tasks import registry
 
 
@@ -75,7 +79,7 @@ def test_hyphens_in_task_names_are_underscores(evaluate):
 
 
 def test_an_interrupted_run_keeps_its_records_and_its_counts(evaluate, monkeypatch):
-    from kvzip_press.eval.results import SampleLog
+    from kvzip_press.eval.results.folder import SampleLog
 
     add = SampleLog.add
 
@@ -124,14 +128,14 @@ def test_rescore_judges_in_place_or_elsewhere(evaluate, tmp_path):
 
 
 def test_report_is_made_by_the_report_module(evaluate, monkeypatch, tmp_path):
-    report_page = pytest.importorskip("kvzip_press.eval.report_page")
+    report_page = pytest.importorskip("kvzip_press.eval.report.web_page")
     monkeypatch.setattr(report_page, "write_report", lambda results, out: [out / "report.html"])
     status, printed = evaluate("report", evaluate.results, "-o", tmp_path)
     assert (status, printed.out) == (0, f"{tmp_path / 'report.html'}\n")
 
 
 def test_the_demo_measures_its_grid_by_the_cheap_sweep_and_reports(evaluate, monkeypatch):
-    report_page = pytest.importorskip("kvzip_press.eval.report_page")
+    report_page = pytest.importorskip("kvzip_press.eval.report.web_page")
     monkeypatch.setattr(report_page, "write_report", lambda results, out: [results / "report.html"])
     assert {task.family for task, _ in demo.demo_grids()[0][0]} == {"ruler"}
     monkeypatch.setattr(demo, "PARTS", (demo.Part("toy_a", None, 1), demo.Part("toy_b", None, 2)))
@@ -197,7 +201,7 @@ def test_wrong_arguments_end_with_status_2_and_a_line(capsys, arguments, message
 
 def test_help_does_not_load_torch():
     code = (
-        "import sys\nfrom kvzip_press.eval.main import main\n"
+        "import sys\nfrom kvzip_press.eval.command.main import main\n"
         "try: main(['run', '--help'])\nexcept SystemExit: pass\n"
         "assert 'torch' not in sys.modules and 'pandas' not in sys.modules"
     )

@@ -2,10 +2,10 @@
 
 import pytest
 
-from kvzip_press.eval.code_match import code_of, similarity
-from kvzip_press.eval.judges import REFUSAL
-from kvzip_press.eval.matching import numbers
-from kvzip_press.eval.metrics import METRICS, SCORERS, metric_of
+from kvzip_press.eval.metrics.code_match import code_of, similarity
+from kvzip_press.eval.metrics.judges import REFUSAL
+from kvzip_press.eval.metrics.matching import numbers
+from kvzip_press.eval.metrics.registry import METRICS, SCORERS, metric_of
 from kvzip_press.eval.tasks.base import Question
 
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from kvzip_press import HeadScores
-from kvzip_press.eval.budget import (
+from kvzip_press.eval.presses.budget import (
     fit_budget,
     kept_pairs,
     kept_target,
@@ -14,9 +14,9 @@ from kvzip_press.eval.budget import (
     ratio_keeping,
     ratio_removing,
 )
-from kvzip_press.eval.fidelity import prefill
-from kvzip_press.eval.presses import PRESSES, check_press, make_press, press_parameters, variants
-from kvzip_press.eval.sweep import eager_attention
+from kvzip_press.eval.presses.registry import PRESSES, check_press, make_press, press_parameters, variants
+from kvzip_press.eval.run.fidelity import prefill
+from kvzip_press.eval.run.sweep import eager_attention
 
 LAYERS, HEADS, LENGTH = 3, 2, 120
 # duo-attention downloads its patterns

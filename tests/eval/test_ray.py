@@ -6,12 +6,12 @@ from argparse import Namespace
 import pytest
 from eval_harness import ToyTask
 
-from kvzip_press.eval import engine_ray
-from kvzip_press.eval.engine_ray import RETRIES, RayEngine
-from kvzip_press.eval.main import main
-from kvzip_press.eval.results import read_records, read_run
-from kvzip_press.eval.runner import Grid
-from kvzip_press.eval.session import ModelOptions, Session
+from kvzip_press.eval.command.main import main
+from kvzip_press.eval.results.folder import read_records, read_run
+from kvzip_press.eval.run import engine_ray
+from kvzip_press.eval.run.engine_ray import RETRIES, RayEngine
+from kvzip_press.eval.run.runner import Grid
+from kvzip_press.eval.run.session import ModelOptions, Session
 from kvzip_press.eval.tasks.base import Request
 from kvzip_press.eval.tasks.registry import TASKS
 

@@ -7,9 +7,9 @@ import shutil
 import pytest
 from report_records import HALF, HOSTILE, RATIOS, TASKS, realistic, record
 
-from kvzip_press.eval.report_page import page as html_page
-from kvzip_press.eval.report_summary import summarise
-from kvzip_press.eval.report_tables import all_tables
+from kvzip_press.eval.report.summary import summarise
+from kvzip_press.eval.report.tables import all_tables
+from kvzip_press.eval.report.web_page import page as html_page
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright, which drives a browser, is not installed")
 

@@ -10,9 +10,9 @@ import pytest
 from eval_harness import EvaluationRun, ToyTask
 from report_records import HOSTILE, realistic, record, write_results
 
-from kvzip_press.eval.report_page import page, write_report
-from kvzip_press.eval.report_summary import summarise
-from kvzip_press.eval.report_tables import all_tables
+from kvzip_press.eval.report.summary import summarise
+from kvzip_press.eval.report.tables import all_tables
+from kvzip_press.eval.report.web_page import page, write_report
 
 
 def made_page(records, title="model"):
@@ -70,11 +70,11 @@ def test_skipped_contexts_have_no_answers():
 
 def test_all_parts_of_the_page_are_packaged():
     tomllib = pytest.importorskip("tomllib")
-    root = resources.files("kvzip_press.eval")
-    names = sorted(file.name for file in (root / "page").iterdir())
+    root = resources.files("kvzip_press.eval.report")
+    names = sorted(file.name for file in (root / "assets").iterdir())
     assert names == ["page.css", "page.html", "page.js", "plots.js", "samples.js"]
-    project = tomllib.loads((root / ".." / "pyproject.toml").read_text(encoding="utf-8"))
-    assert "page/*" in project["tool"]["setuptools"]["package-data"]["kvzip_press.eval"]
+    project = tomllib.loads((root / ".." / ".." / "pyproject.toml").read_text(encoding="utf-8"))
+    assert "assets/*" in project["tool"]["setuptools"]["package-data"]["kvzip_press.eval.report"]
 
 
 def test_a_report_is_written_from_a_folder(tmp_path):

@@ -3,9 +3,9 @@
 import pytest
 from report_records import record
 
-from kvzip_press.eval.report_format import Table, markdown
-from kvzip_press.eval.report_summary import held_to, summarise
-from kvzip_press.eval.report_tables import all_tables, provenance_facts
+from kvzip_press.eval.report.format import Table, markdown
+from kvzip_press.eval.report.summary import held_to, summarise
+from kvzip_press.eval.report.tables import all_tables, provenance_facts
 
 
 def records_of(task, press, ratio, scores, **changes):

@@ -6,11 +6,11 @@ import sys
 
 import pytest
 
-from kvzip_press.eval.results import SampleLog, note_run, read_records, read_run, sha256, write_atomically
+from kvzip_press.eval.results.folder import SampleLog, note_run, read_records, read_run, sha256, write_atomically
 
 WRITER = """
 import sys
-from kvzip_press.eval.results import SampleLog
+from kvzip_press.eval.results.folder import SampleLog
 log = SampleLog(sys.argv[1])
 number = 0
 while True:

@@ -3,10 +3,11 @@ import random
 
 import pytest
 
-from kvzip_press.eval import essays, retrieval
-from kvzip_press.eval.essays import draw_passage, load_texts, split_sentences
+from kvzip_press.eval import retrieval
 from kvzip_press.eval.facts import make_context
-from kvzip_press.eval.metrics import includes, normalise
+from kvzip_press.eval.metrics.registry import includes, normalise
+from kvzip_press.eval.tasks import essays
+from kvzip_press.eval.tasks.essays import draw_passage, load_texts, split_sentences
 
 
 def count_words(text):

@@ -11,15 +11,15 @@ import torch
 from eval_harness import EvaluationRun, ToyTask, save_tiny_model, words
 
 from kvzip_press import HeadScores, KVzipPress
-from kvzip_press.eval import engine_local
-from kvzip_press.eval.fidelity import measure_press
-from kvzip_press.eval.identity import Identifier, RunIdentity, model_identity
-from kvzip_press.eval.results import read_records
-from kvzip_press.eval.runner import Grid, make_units
-from kvzip_press.eval.sweep import Effort
+from kvzip_press.eval.results.folder import read_records
+from kvzip_press.eval.run import engine_local
+from kvzip_press.eval.run.fidelity import measure_press
+from kvzip_press.eval.run.identity import Identifier, RunIdentity, model_identity
+from kvzip_press.eval.run.runner import Grid, make_units
+from kvzip_press.eval.run.sweep import Effort
+from kvzip_press.eval.run.warm_up import warm_up
 from kvzip_press.eval.tasks.base import Question, Request, Sample
-from kvzip_press.eval.warm_up import warm_up
-from kvzip_press.pretrained import load_model
+from kvzip_press.pretrained.load import load_model
 
 TESTS = Path(__file__).resolve().parents[1]
 
@@ -83,7 +83,7 @@ def test_records_hold_what_the_report_reads(run, toy):
 @pytest.mark.parametrize("name", ["full", "kvzip", "snapkv", "adakv-snapkv"])
 def test_answers_are_those_of_kvpress_pipeline(toy, tmp_path, name):
     """Query-agnostic, all questions of a context asked of one compressed cache."""
-    from kvzip_press.eval.presses import make_press
+    from kvzip_press.eval.presses.registry import make_press
 
     model, tokenizer = toy
     run = EvaluationRun(toy, tmp_path, budget="plain")
@@ -161,7 +161,7 @@ def test_everything_that_decides_an_answer_makes_it_another(toy, toy_dir, tmp_pa
     sample = Sample("0", "some words", (Question("Which?", ("x",), "include", 4),))
 
     def keys(model=model, name="m", task=None, sample=sample, head_scores=None, run_changes=None, **changes):
-        from kvzip_press.eval.identity import key_of
+        from kvzip_press.eval.run.identity import key_of
 
         run = RunIdentity.of(model, name, **{**base, **(run_changes or {})})
         length = changes.pop("length", None)
@@ -226,9 +226,9 @@ import sys
 sys.path.insert(0, {str(TESTS)!r})
 from pathlib import Path
 from eval_harness import EvaluationRun
-from kvzip_press.eval.results import SampleLog
-from kvzip_press.eval.warm_up import warm_up
-from kvzip_press.pretrained import load_model
+from kvzip_press.eval.results.folder import SampleLog
+from kvzip_press.eval.run.warm_up import warm_up
+from kvzip_press.pretrained.load import load_model
 add = SampleLog.add
 def told(self, record):
     add(self, record)
@@ -375,7 +375,7 @@ def test_whole_heads_are_measured_with_their_scores(toy, tmp_path):
 
 @pytest.mark.parametrize("press", ["kvzip", "knorm", "adakv-snapkv"])
 def test_fidelity_is_what_the_measurement_of_its_own_gives(toy, tmp_path, press):
-    from kvzip_press.eval import fidelity
+    from kvzip_press.eval.run import fidelity
 
     model, tokenizer = toy
     task = ToyTask("fidelity", metric="fidelity")
@@ -413,7 +413,7 @@ def test_tasks_of_a_family_that_cant_be_had_are_left_out_named_ones_are_not(toy,
         def load(self, request):
             raise FileNotFoundError("missing: no documents: give --corpus")
 
-    from kvzip_press.eval.runner import load_samples
+    from kvzip_press.eval.run.runner import load_samples
 
     grid = Grid(("full",), (0.3,))
     samples, left_out = load_samples([(ToyTask(), False), (Missing("missing"), False)], grid, toy[1])

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from kvzip_press.eval.statistics import mean_and_error, paired_difference
+from kvzip_press.eval.report.uncertainty import mean_and_error, paired_difference
 
 
 def test_mean_and_standard_error_by_hand():
@@ -45,7 +45,7 @@ def test_intervals_are_seeded_and_independent_of_the_size_of_the_blocks(monkeypa
     values, bases = np.linspace(0, 1, 50), np.zeros(50)
     first = paired_difference(values, bases, resamples=1000)
     assert paired_difference(values, bases, resamples=1000) == first
-    monkeypatch.setattr("kvzip_press.eval.statistics._BLOCK", 50 * 7)
+    monkeypatch.setattr("kvzip_press.eval.report.uncertainty._BLOCK", 50 * 7)
     assert paired_difference(values, bases, resamples=1000) == pytest.approx(first, abs=1e-12)
     assert paired_difference(values, bases, resamples=1000, seed=1) != first
 

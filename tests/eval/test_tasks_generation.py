@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from task_helpers import build_word_tokenizer, fingerprint
 
-from kvzip_press.eval.metrics import METRICS
+from kvzip_press.eval.metrics.registry import METRICS
 from kvzip_press.eval.tasks.base import GENERATED, Request
 from kvzip_press.eval.tasks.fidelity import METRIC as FIDELITY
 from kvzip_press.eval.tasks.generation import draw_distinct, grow, needed_tokens

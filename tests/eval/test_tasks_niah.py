@@ -3,8 +3,8 @@ import re
 import pytest
 from task_helpers import build_word_tokenizer
 
-from kvzip_press.eval.essays import read_corpus
 from kvzip_press.eval.tasks.base import Request
+from kvzip_press.eval.tasks.essays import read_corpus
 from kvzip_press.eval.tasks.registry import TASKS
 
 NEEDLE = "The best thing to do in San Francisco is eat a sandwich and sit in Dolores Park on a sunny day."

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 from task_helpers import build_word_tokenizer
 
-from kvzip_press.eval.metrics import METRICS
+from kvzip_press.eval.metrics.registry import METRICS
 from kvzip_press.eval.tasks.base import GENERATED, HUB, Request, Task
 from kvzip_press.eval.tasks.registry import TASKS, families, get_tasks
 

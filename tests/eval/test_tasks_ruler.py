@@ -6,10 +6,10 @@ from collections import Counter
 import pytest
 from task_helpers import build_word_tokenizer
 
-from kvzip_press.eval.essays import load_texts, split_sentences
 from kvzip_press.eval.tasks.base import Request
+from kvzip_press.eval.tasks.essays import load_texts, split_sentences
 from kvzip_press.eval.tasks.registry import TASKS
-from kvzip_press.eval.tasks.ruler_needles import DEPTHS
+from kvzip_press.eval.tasks.ruler.needles import DEPTHS
 from kvzip_press.eval.tasks.words import words_of
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
@@ -224,7 +224,7 @@ def numbered(text):
 
 
 def test_more_words_than_the_list_has(monkeypatch):
-    monkeypatch.setattr("kvzip_press.eval.tasks.ruler_words.all_words", lambda: tuple(words_of("verb")[:100]))
+    monkeypatch.setattr("kvzip_press.eval.tasks.ruler.words.all_words", lambda: tuple(words_of("verb")[:100]))
     (sample,) = load("cwe", length=2000, limit=1)
     words = Counter(numbered(sample.context.rsplit("most often.\n", 1)[1].removesuffix("\n")))
     assert set(words.values()) == {1, 6} and len(words) > 300

@@ -7,7 +7,7 @@ import pytest
 from datasets import Dataset
 from task_helpers import build_word_tokenizer
 
-from kvzip_press.eval.metrics import METRICS
+from kvzip_press.eval.metrics.registry import METRICS
 from kvzip_press.eval.tasks.base import Request
 from kvzip_press.eval.tasks.generation import needed_tokens
 from kvzip_press.eval.tasks.registry import TASKS

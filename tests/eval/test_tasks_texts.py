@@ -6,9 +6,9 @@ import re
 import pytest
 from task_helpers import build_word_tokenizer
 
-from kvzip_press.eval.essays import load_texts
-from kvzip_press.eval.metrics import METRICS
+from kvzip_press.eval.metrics.registry import METRICS
 from kvzip_press.eval.tasks.base import Request
+from kvzip_press.eval.tasks.essays import load_texts
 from kvzip_press.eval.tasks.registry import TASKS
 
 

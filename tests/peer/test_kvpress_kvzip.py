@@ -16,7 +16,7 @@ from transformers import DynamicCache, pipeline
 from kvzip_press import KVzipPress
 from kvzip_press.compressor import PrefilledContext
 from kvzip_press.context import context_ids
-from kvzip_press.eval.budget import kept_target, prefix_length, ratio_removing
+from kvzip_press.eval.presses.budget import kept_target, prefix_length, ratio_removing
 from kvzip_press.selection import Allowance
 
 pytestmark = pytest.mark.peer

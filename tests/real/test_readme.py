@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from kvzip_press import cli
-from kvzip_press.eval.main import COMMANDS
-from kvzip_press.eval.main import main as eval_main
-from kvzip_press.eval.main_parser import build_parser
-from kvzip_press.eval.presses import check_name
-from kvzip_press.eval.session import find_tasks
+from kvzip_press.eval.command.main import COMMANDS
+from kvzip_press.eval.command.main import main as eval_main
+from kvzip_press.eval.command.parser import build_parser
+from kvzip_press.eval.presses.registry import check_name
+from kvzip_press.eval.run.session import find_tasks
 
 ROOT = Path(__file__).parents[2]
 

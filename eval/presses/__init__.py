@@ -1,0 +1,1 @@
+"""Presses to measure, and equal budgets for them."""

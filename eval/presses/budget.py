@@ -1,0 +1,143 @@
+"""Equal numbers of kept KV pairs for presses that count their budget in different ways."""
+
+from collections.abc import Sequence
+
+import kvpress
+import torch
+from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
+
+from ...models import attention_modules
+
+# The default of kvzip_press.KVzipPress, and of kvpress's KVzipPress too.
+N_SINK = 4
+# Where kvpress's attention patch looks for the pairs to hide.
+MASK = "masked_key_indices"
+
+
+def kept_target(context_length: int, protected_length: int, n_heads: int, ratio: float) -> int:
+    """Pairs that kvzip-press keeps: the first tokens whole, and the fraction `ratio` of the pairs behind them.
+
+    Parameters
+    ----------
+    context_length : int
+        Tokens of the context.
+    protected_length : int
+        First tokens that are kept whole, see `protected_length`.
+    n_heads : int
+        KV heads of all layers together.
+    ratio : float
+        Kept fraction of the pairs behind them.
+
+    Returns
+    -------
+    int
+        Kept pairs, those of the protected tokens included.
+    """
+    return n_heads * protected_length + round(ratio * n_heads * (context_length - protected_length))
+
+
+def ratio_removing(n_removed: int, n: int) -> float:
+    """The `compression_ratio` with `int(n * compression_ratio) == n_removed`, as kvpress's KVzip counts."""
+    _check_removed(n_removed, n)
+    return (n_removed + 0.5) / n if n_removed else 0.0
+
+
+def ratio_keeping(n_kept: int, n: int) -> float:
+    """The `compression_ratio` with `int(n * (1 - compression_ratio)) == n_kept`, as kvpress's scorer presses count."""
+    _check_removed(n - n_kept, n)
+    return (n - n_kept - 0.5) / n if n_kept < n else 0.0
+
+
+def _check_removed(n_removed: int, n: int) -> None:
+    if not 0 <= n_removed < n:
+        raise ValueError(f"0 to {n - 1} of {n} pairs can be removed, got {n_removed}: choose another ratio")
+
+
+def fit_budget(
+    press: kvpress.BasePress | None,
+    ratio: float,
+    context_length: int,
+    protected_length: int,
+    num_layers: int,
+    num_heads: int,
+) -> None:
+    """Let a press of kvpress keep as many pairs as kvzip-press would keep of this context.
+
+    kvpress counts the chat prefix inside its budget, kvzip-press keeps it outside. KVzip and KVgrad then keep exactly
+    the same number of pairs; a press that gives each layer or each head the same budget keeps the nearest number it
+    can. Presses of kvzip-press are left as they are.
+
+    Parameters
+    ----------
+    press : kvpress.BasePress or None
+        The press, whose `compression_ratio` is set.
+    ratio : float
+        Kept fraction of the pairs behind the protected tokens.
+    context_length, protected_length : int
+        Tokens of the context, protected ones included, and of those.
+    num_layers, num_heads : int
+        Layers, and KV heads of each.
+    """
+    kept = kept_target(context_length, protected_length, num_layers * num_heads, ratio)
+    if isinstance(press, kvpress.PyramidKVPress):
+        # Its layers' budgets are rounded one by one around the mean
+        press.compression_ratio = 1 - kept / (num_layers * num_heads * context_length)
+    elif isinstance(press, kvpress.KVzipPress):
+        layers = num_layers if press.layerwise else 1
+        n = num_layers * num_heads * context_length // layers
+        press.compression_ratio = ratio_removing(n - round(kept / layers), n)
+    elif isinstance(press, (kvpress.ScorerPress, kvpress.AdaKVPress)):
+        press.compression_ratio = ratio_keeping(round(kept / (num_layers * num_heads)), context_length)
+
+
+def prefix_length(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Tokens of the chat template before the user's text; none without a template."""
+    if tokenizer.chat_template is None:
+        return 0
+    mark = "#" * 16
+    prompt = tokenizer.apply_chat_template([{"role": "user", "content": mark}], tokenize=False)
+    return len(tokenizer.encode(prompt.split(mark)[0], add_special_tokens=False))
+
+
+def protected_length(tokenizer: PreTrainedTokenizerBase) -> int:
+    """First tokens of a context that kvzip-press keeps outside its budget: the prefix, but at least the sinks."""
+    return max(prefix_length(tokenizer), N_SINK)
+
+
+def masked_indices(model: PreTrainedModel) -> list[tuple[torch.Tensor, ...] | None]:
+    """What kvpress's masking presses leave on each attention module: the pairs hidden from it, or None."""
+    return [getattr(module, MASK, None) for module in attention_modules(model)]
+
+
+def set_masked_indices(model: PreTrainedModel, masks: list[tuple[torch.Tensor, ...] | None]) -> None:
+    """Put back what `masked_indices` returned, for the cache it belongs to."""
+    for module, mask in zip(attention_modules(model), masks, strict=True):
+        setattr(module, MASK, mask)
+
+
+def kept_pairs(model: PreTrainedModel, cache: Cache, layers: Sequence[int] | None = None) -> int:
+    """Count the pairs of a cache that attention can see, over all KV heads.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        The model, in the state the press left it.
+    cache : Cache
+        The compressed cache, before or between questions.
+    layers : sequence of int, optional
+        Layers that count; all by default.
+
+    Returns
+    -------
+    int
+        Visible pairs, the prefix included.
+    """
+    kept = 0
+    masks = masked_indices(model)
+    for index in range(len(cache.layers)) if layers is None else layers:
+        layer, mask = cache.layers[index], masks[index]
+        if hasattr(layer, "head_lengths"):
+            kept += int(layer.head_lengths.sum())
+        else:
+            kept += layer.keys.shape[:3].numel() - (0 if mask is None else len(mask[0]))
+    return kept

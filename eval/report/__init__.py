@@ -1,0 +1,1 @@
+"""What a results folder says, as tables and as a page."""

@@ -1,0 +1,161 @@
+"""What a results folder says: a cell for each setting, task, press and ratio, and averages over the tasks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..results.folder import sha256
+from ..results.record import Record
+from ..results.records import check_whole
+from .cells import FULL, Average, Cell, Place, averages_of, cell_of, grouped
+
+# A press holds down to a ratio while it keeps this share of the full cache's score.
+SHARE = 0.95
+# Metrics that say something else than how good the answers are: their tasks are in no average.
+MEASURES = {
+    "refusal": "refusal rate",
+    "leak": "leak rate, less is better",
+    "fidelity": "top-1 agreement with the full cache",
+}
+# Records that differ in any of these are never averaged or compared.
+SETTING = (
+    *("model", "weights", "dtype", "attention", "device", "window", "backend"),
+    *("budget", "scorer", "protocol", "prompt"),
+)
+TASK = ("task", "length", "source", "seed", "task_version", "data")
+# What a sample of a task holds, by its identity: it differs by corpus, edited files and shortened answers.
+CONTENTS = ("context_sha256", "questions_sha256", "instruction", "max_new_tokens")
+
+
+@dataclass(frozen=True)
+class Summary:
+    """
+    All cells and what they are made of; names in the order of their first record, ratios rising.
+
+    Attributes
+    ----------
+    imitations : list[str]
+        Tasks whose samples only resemble the published ones.
+    measures : dict[str, str]
+        What the scores of a task say, where that is not how good the answers are.
+    skipped : Counter
+        Number of contexts by (setting, task, press, ratio, reason).
+    replaced : int
+        Records that a later one of the same cell and sample took the place of.
+    records : list[Record]
+        Those that count, each with its ``"setting"`` and ``"task_label"``.
+    """
+
+    settings: list[str]
+    tasks: list[str]
+    presses: list[str]
+    ratios: list[float]
+    imitations: list[str]
+    measures: dict[str, str]
+    cells: list[Cell]
+    averages: list[Average]
+    skipped: Counter[tuple[str, str, str, float, str]]
+    replaced: int
+    records: list[Record]
+
+
+def summarise(records: Iterable[Record]) -> Summary:
+    """
+    Aggregate records.
+
+    Parameters
+    ----------
+    records : iterable of dict
+        As :func:`kvzip_press.eval.results.folder.read_records` returns them.
+    """
+    given = _told_apart(records)
+    setting_of, task_of = _labels(given, SETTING), _labels(given, TASK)
+    labelled = [
+        record | {"setting": setting_of[_key(record, SETTING)], "task_label": task_of[_key(record, TASK)]}
+        for record in given
+    ]
+    # A later record of the same place stands for a repeated run, of another version of the code for example.
+    kept = list({(*_place(record), record["sample"]): record for record in labelled}.values())
+    answered = [record for record in kept if not record.get("skipped")]
+    groups = grouped(answered, _place)
+    presses = sorted(_unique(record["press"] for record in kept), key=lambda press: press != FULL)
+    full = {(*_place(record)[:2], record["sample"]): record for record in answered if record["press"] == FULL}
+    cells = [cell_of(place, group, full) for place, group in groups.items()]
+    measures = {
+        record["task_label"]: MEASURES[question["metric"]]
+        for record in answered
+        for question in record["questions"]
+        if question["metric"] in MEASURES
+    }
+    return Summary(
+        settings=_unique(record["setting"] for record in kept),
+        tasks=_unique(record["task_label"] for record in kept),
+        presses=presses,
+        ratios=sorted(_unique(record["ratio"] for record in answered if record["press"] != FULL)),
+        imitations=_unique(record["task_label"] for record in kept if record.get("imitation")),
+        measures=measures,
+        cells=cells,
+        averages=averages_of([cell for cell in cells if cell.task not in measures]),
+        skipped=Counter((*_place(record), record["skipped"]) for record in kept if record.get("skipped")),
+        replaced=len(given) - len(kept),
+        records=kept,
+    )
+
+
+def _told_apart(records: Iterable[Record]) -> list[Record]:
+    """Add what of the identity keeps records apart: the weights, and which of the contents seen of a sample it has."""
+    seen: dict[tuple[Hashable, ...], list[str]] = {}
+    told = []
+    for record in records:
+        check_whole(record)
+        identity = record.get("identity") or {}
+        contents = sha256([identity.get(name) for name in CONTENTS])
+        known = seen.setdefault((*_key(record, TASK), record["sample"]), [])
+        if contents not in known:
+            known.append(contents)
+        described = {name: identity.get(name) for name in ("window", "backend")}
+        weights = (identity.get("model") or {}).get("weights")
+        told.append({**record, **described, "weights": weights, "data": known.index(contents) + 1})
+    return told
+
+
+def title_of(summary: Summary, task: str) -> str:
+    """The task's label, marked where its samples only resemble the published ones."""
+    return f"{task} (imitation)" if task in summary.imitations else task
+
+
+def held_to(summary: Summary, setting: str, press: str) -> float | None:
+    """Smallest measured ratio from which on upwards the press holds `SHARE` of the full cache's score; None if none."""
+    averages = [a for a in summary.averages if (a.setting, a.press) == (setting, press)]
+    lowest = None
+    for average in sorted(averages, key=lambda average: -average.ratio):
+        if average.relative < SHARE:
+            break
+        lowest = average.ratio
+    return lowest
+
+
+def _place(record: Record) -> Place:
+    return record["setting"], record["task_label"], record["press"], record["ratio"]
+
+
+def _key(record: Record, names: Sequence[str]) -> tuple[Hashable, ...]:
+    return tuple(record.get(name) for name in names)
+
+
+def _labels(records: list[Record], names: Sequence[str]) -> dict[tuple[Hashable, ...], str]:
+    """Name each key by its first part and those of its other parts that differ among keys of that first part."""
+    labels = {}
+    for first, keys in grouped(_unique(_key(record, names) for record in records), lambda key: key[0]).items():
+        varying = [i for i in range(1, len(names)) if len({key[i] for key in keys}) > 1]
+        for key in keys:
+            parts = (f"{names[i].removeprefix('task_').replace('_', ' ')} {key[i]}" for i in varying)
+            labels[key] = ", ".join([str(first), *parts])
+    return labels
+
+
+def _unique(values: Iterable[Any]) -> list[Any]:
+    return list(dict.fromkeys(values))

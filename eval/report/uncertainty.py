@@ -1,0 +1,56 @@
+"""Means over contexts, their errors, and differences to the full cache on the same contexts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from ..results.record import mean_and_error
+
+__all__ = ["mean_and_error", "paired_difference"]
+
+# Numbers drawn at once
+_BLOCK = 1 << 21
+
+
+def paired_difference(
+    values: Sequence[float], bases: Sequence[float], *, level: float = 0.95, resamples: int = 10_000, seed: int = 0
+) -> tuple[float, float, float]:
+    """
+    Mean difference of scores of the same contexts, with a percentile bootstrap interval over the contexts.
+
+    Parameters
+    ----------
+    values, bases : Sequence of float
+        Scores of a press and of what it is compared with, in the same order of contexts.
+    level : float
+        Of the interval.
+    resamples : int
+        Bootstrap samples.
+    seed : int
+        Of the resampling.
+
+    Returns
+    -------
+    tuple of float
+        Mean of ``values - bases``, and the bounds of its interval.
+
+    Raises
+    ------
+    ValueError
+        If there are no contexts, not as many on both sides, or the level is not in (0, 1).
+    """
+    if len(values) != len(bases) or not len(values):
+        raise ValueError(f"paired scores of the same contexts are needed, got {len(values)} and {len(bases)}")
+    if not 0 < level < 1:
+        raise ValueError(f"level must be in (0, 1), got {level}")
+    differences = np.asarray(values, dtype=float) - np.asarray(bases, dtype=float)
+    rng = np.random.default_rng(seed)
+    block = max(1, _BLOCK // len(differences))
+    means = []
+    for start in range(0, resamples, block):
+        drawn = rng.integers(0, len(differences), (min(block, resamples - start), len(differences)))
+        means.append(differences[drawn].mean(axis=1))
+    low, high = np.quantile(np.concatenate(means), [(1 - level) / 2, (1 + level) / 2])
+    return float(differences.mean()), float(low), float(high)

@@ -1,0 +1,206 @@
+"""A report as one HTML page that needs no network: data, style and script are inside it."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import json
+from collections.abc import Mapping, Sequence
+from importlib import resources
+from pathlib import Path
+from string import Template
+from typing import Any
+
+from ..results.folder import read_records, read_run, write_atomically
+from ..results.record import Record
+from .cells import FULL, Average, Cell
+from .format import Table, markdown
+from .summary import SHARE, Summary, held_to, summarise, title_of
+from .tables import all_tables, provenance_facts
+
+SCRIPTS = ("plots.js", "samples.js", "page.js")
+# Below this kept fraction a linear axis crowds the points, and the page starts with a logarithmic one.
+LINEAR_DOWN_TO = 0.05
+
+
+def write_report(results: Path | str, out: Path | str | None = None) -> list[Path]:
+    """
+    Write report.md and report.html about a results folder.
+
+    Parameters
+    ----------
+    results : Path or str
+        The folder of a run.
+    out : Path or str, optional
+        Folder for the report, made if missing; the results folder by default.
+
+    Returns
+    -------
+    list of Path
+        The files written.
+
+    Raises
+    ------
+    FileNotFoundError
+        If the folder holds no records.
+    ValueError
+        If a record is damaged, or there are none yet.
+    """
+    records, run = read_records(results), read_run(results)
+    if not records:
+        raise ValueError(f"no records in {str(results)!r} yet: wait until the run has finished a sample")
+    summary = summarise(records)
+    tables = all_tables(summary, run)
+    title = ", ".join(dict.fromkeys(str(record["model"]) for record in summary.records))
+    folder = Path(results if out is None else out)
+    folder.mkdir(parents=True, exist_ok=True)
+    texts = {"report.md": markdown(title, tables), "report.html": page(title, summary, tables, run)}
+    for name, text in texts.items():
+        write_atomically(folder / name, text)
+    return [folder / name for name in texts]
+
+
+def page(title: str, summary: Summary, tables: Sequence[Table], run: Mapping[str, Any]) -> str:
+    """
+    The page as text.
+
+    Parameters
+    ----------
+    title : str
+        Its heading.
+    summary : Summary
+        What is plotted, and the records to browse.
+    tables : Sequence[Table]
+        Shown below the plots.
+    run : Mapping[str, Any]
+        Provenance, for the line below the heading.
+    """
+    folder = resources.files("kvzip_press.eval.report") / "assets"
+    style = (folder / "page.css").read_text(encoding="utf-8")
+    # In one strict function: nothing of the page is global, and an element's id can't stand in for a variable.
+    script = "\n".join((folder / name).read_text(encoding="utf-8") for name in SCRIPTS)
+    script = f'(() => {{\n"use strict";\n{script}}})();\n'
+    return Template((folder / "page.html").read_text(encoding="utf-8")).substitute(
+        title=html.escape(title),
+        policy=f"default-src 'none'; img-src data:; style-src '{_hash(style)}'; script-src '{_hash(script)}'",
+        style=style,
+        script=script,
+        report=_json(_report(summary, tables, run)),
+        records=_json(_records(summary)),
+    )
+
+
+def _report(summary: Summary, tables: Sequence[Table], run: Mapping[str, Any]) -> dict[str, Any]:
+    smallest = min((cell.kept for cell in summary.cells if cell.press != FULL and cell.kept > 0), default=1.0)
+    return {
+        "facts": provenance_facts(summary, run),
+        "settings": summary.settings,
+        "tasks": [title_of(summary, task) for task in summary.tasks],
+        "imitations": [summary.tasks.index(task) for task in summary.imitations],
+        "measures": [summary.measures.get(task, "score") for task in summary.tasks],
+        "presses": summary.presses,
+        "ratios": summary.ratios,
+        "smallest": smallest,
+        "log": smallest < LINEAR_DOWN_TO,
+        "share": SHARE,
+        "holds": [[held_to(summary, setting, press) for press in summary.presses] for setting in summary.settings],
+        "cells": [_cell(summary, cell) for cell in summary.cells],
+        "averages": [_average(summary, average) for average in summary.averages],
+        "tables": [vars(table) for table in tables],
+    }
+
+
+def _cell(summary: Summary, cell: Cell) -> dict[str, Any]:
+    return {
+        "setting": summary.settings.index(cell.setting),
+        "task": summary.tasks.index(cell.task),
+        "press": summary.presses.index(cell.press),
+        "ratio": cell.ratio,
+        "n": cell.samples,
+        "score": cell.score,
+        "error": cell.error,
+        "kept": cell.kept,
+        "difference": cell.difference,
+        "interval": cell.interval,
+    }
+
+
+def _average(summary: Summary, average: Average) -> dict[str, Any]:
+    return {
+        "setting": summary.settings.index(average.setting),
+        "press": summary.presses.index(average.press),
+        "ratio": average.ratio,
+        "tasks": average.tasks,
+        "relative": average.relative,
+        "error": average.error,
+        "kept": average.kept,
+        "memory": average.cost.cache_bytes,
+        "compression": average.cost.compression,
+        "token": average.cost.token,
+    }
+
+
+def _records(summary: Summary) -> dict[str, Any]:
+    """Each context once, and the answers about it, with names as numbers."""
+    contexts: dict[tuple[Any, ...], int] = {}
+    described, records = [], []
+    for record in summary.records:
+        if record.get("skipped"):
+            continue
+        texts = tuple(question["text"] for question in record["questions"])
+        key = (record["task_label"], record["sample"], texts)
+        if key not in contexts:
+            contexts[key] = len(contexts)
+            described.append(_context(summary, record))
+        records.append(_answers(summary, record, contexts[key]))
+    return {"contexts": described, "records": records}
+
+
+def _context(summary: Summary, record: Record) -> dict[str, Any]:
+    return {
+        "task": summary.tasks.index(record["task_label"]),
+        "sample": str(record["sample"]),
+        "tokens": record.get("context_tokens"),
+        "excerpt": record.get("context_excerpt") or "",
+        "questions": [
+            {
+                "text": question["text"],
+                "prefix": question.get("answer_prefix") or "",
+                "answers": [str(answer) for answer in question["answers"]],
+                "metric": question["metric"],
+            }
+            for question in record["questions"]
+        ],
+    }
+
+
+def _answers(summary: Summary, record: Record, context: int) -> dict[str, Any]:
+    return {
+        "setting": summary.settings.index(record["setting"]),
+        "context": context,
+        "press": summary.presses.index(record["press"]),
+        **{name: record.get(name) for name in ("ratio", "kept", "kept_pairs", "total_pairs")},
+        **{name: record.get(name) for name in ("cache_bytes", "full_bytes")},
+        "seconds": {name: _rounded(value) for name, value in (record.get("seconds") or {}).items()},
+        "answers": [_answer(question) for question in record["questions"]],
+    }
+
+
+def _answer(question: Mapping[str, Any]) -> tuple[str, str | None, float]:
+    # What the metric saw is left out where it is the whole answer: most of a report's size is answers.
+    prediction, filtered = question["prediction"], question["filtered"]
+    return prediction, None if filtered == prediction else filtered, _rounded(question["score"]) or 0.0
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 4)
+
+
+def _json(data: Any) -> str:
+    """JSON that can stand in an HTML element: no text in it can end the element or open a comment."""
+    return json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+
+
+def _hash(text: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()

@@ -1,0 +1,1 @@
+"""A results folder: records of answers, and the folders of kvpress."""

@@ -1,0 +1,182 @@
+"""A results folder: records of samples, which survive whatever ends the run, and where they come from."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
+
+from .record import Record
+
+SAMPLES = "samples.jsonl"
+RUN = "run.json"
+
+
+def sha256(value: Any) -> str:
+    """Hash of a text, or of anything that JSON can hold, independent of the order of names."""
+    text = value if isinstance(value, str) else json.dumps(value, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode("utf-8", errors="surrogatepass")).hexdigest()
+
+
+def read_records(folder: Path | str) -> list[Record]:
+    """
+    Records of a results folder in the order they were written, the last of each key only.
+
+    Raises
+    ------
+    FileNotFoundError
+        If there are none.
+    ValueError
+        If a line is damaged. A torn last line, of a run that was killed while it wrote, is left out.
+    """
+    file = Path(folder) / SAMPLES
+    if not file.is_file():
+        raise FileNotFoundError(f"no {SAMPLES} in {str(folder)!r}: name the folder given to `kvzip-eval run -o`")
+    lines = file.read_bytes().split(b"\n")
+    # What follows the last line break was not written to its end
+    records = {}
+    for number, line in enumerate(lines[:-1], start=1):
+        try:
+            record = json.loads(line)
+            records[record["key"]] = record
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{file}, line {number} is not a record: delete that line") from error
+    return list(records.values())
+
+
+class SampleLog:
+    """
+    The records of a folder, by key, to which finished ones are appended.
+
+    A record is on the disk when `add` returns. Several processes may append to one folder.
+
+    Parameters
+    ----------
+    folder : Path or str
+        Made if missing.
+    """
+
+    def __init__(self, folder: Path | str) -> None:
+        self.folder = Path(folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.file = self.folder / SAMPLES
+        self._records = {record["key"]: record for record in read_records(self.folder)} if self.file.exists() else {}
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._records
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def get(self, key: str) -> Record | None:
+        """Return the record of a key, or None."""
+        return self._records.get(key)
+
+    def records(self) -> list[Record]:
+        """Return all records."""
+        return list(self._records.values())
+
+    def add(self, record: Record) -> None:
+        """Append a record, replacing an earlier one of the same key."""
+        line = json.dumps(record, ensure_ascii=False).encode("utf-8", errors="replace") + b"\n"
+        with _lock(self.folder), self.file.open("a+b") as file:
+            _drop_torn_line(file)
+            file.write(line)
+            file.flush()
+            os.fsync(file.fileno())
+        self._records[record["key"]] = record
+
+    def replace_all(self, records: Iterable[Record]) -> None:
+        """Write these records in place of all others, at once or not at all."""
+        kept = list(records)
+        lines = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in kept)
+        with _lock(self.folder):
+            write_atomically(self.file, lines)
+        self._records = {record["key"]: record for record in kept}
+
+
+def _drop_torn_line(file: Any) -> None:
+    """Cut off what a killed process left of its last line."""
+    end = file.seek(0, os.SEEK_END)
+    if end == 0:
+        return
+    file.seek(end - 1)
+    if file.read(1) == b"\n":
+        return
+    file.seek(0)
+    file.truncate(file.read().rfind(b"\n") + 1)
+
+
+def _lock(folder: Path) -> FileLock:
+    return FileLock(folder / ".lock")
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a file so that whoever reads it finds the old or the new one whole."""
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def read_run(folder: Path | str) -> Record:
+    """
+    Return what `note_run` wrote, empty if there is none.
+
+    Raises
+    ------
+    ValueError
+        If the file is damaged.
+    """
+    file = Path(folder) / RUN
+    if not file.is_file():
+        return {}
+    try:
+        run = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} is damaged: delete it, the records are elsewhere") from error
+    if not isinstance(run, dict):
+        raise ValueError(f"{file} is damaged: delete it, the records are elsewhere")
+    return run
+
+
+def note_run(
+    folder: Path | str,
+    provenance: Record,
+    saved: dict[str, int] | None = None,
+    left_out: dict[str, str] | None = None,
+) -> None:
+    """
+    Write where the latest records come from.
+
+    Parameters
+    ----------
+    folder : Path or str
+        The results folder.
+    provenance : dict
+        Versions, model, machine, arguments.
+    saved : dict, optional
+        Counts of the sweep, added to those of earlier runs into the folder.
+    left_out : dict, optional
+        Tasks that could not be had, with the reason, beside those of earlier runs.
+    """
+    path = Path(folder)
+    with _lock(path):
+        run = read_run(path)
+        before = run.get("saved") or {}
+        counts = {name: before.get(name, 0) + (saved or {}).get(name, 0) for name in {**before, **(saved or {})}}
+        missing = {**(run.get("left_out") or {}), **(left_out or {})}
+        write_atomically(path / RUN, json.dumps({**provenance, "saved": counts, "left_out": missing}, indent=1) + "\n")

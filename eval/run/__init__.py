@@ -1,0 +1,1 @@
+"""From a grid of tasks and presses to records."""

@@ -1,0 +1,203 @@
+"""All that decides an answer, so that finished answers are known again and others are not mistaken for them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from ... import KVzipPress, __version__
+from ...pretrained.load import PACKAGED_NAME
+from ..presses.registry import FULL, PRESSES, make_press, press_parameters
+from ..results.folder import sha256
+from ..tasks.base import Question, Sample
+from .sweep import Variant
+
+PROTOCOLS = ("agnostic", "aware", "reuse")
+_FINGERPRINT_NUMBERS = 8
+
+
+@dataclass(frozen=True)
+class Unit:
+    """
+    One sample in one protocol, and the presses and ratios to measure on it: what prefills can be shared by.
+
+    Parameters
+    ----------
+    task, family, task_version, imitation, instruction
+        Of the task; the metrics' names are in the questions.
+    source, length, seed
+        Of the request.
+    sample : Sample
+        Context and questions.
+    protocol : str
+        ``"agnostic"``: no question is seen by the press. ``"aware"``: each question is part of what is compressed.
+        ``"reuse"``: the first question is, and the others are asked of that cache (paper, figure 2).
+    prompt : str
+        See :class:`kvzip_press.eval.run.chat.Chat`.
+    variants : tuple
+        Presses with their ratios.
+    """
+
+    task: str
+    family: str
+    task_version: int
+    imitation: bool
+    instruction: str
+    source: str
+    length: int | None
+    seed: int
+    sample: Sample
+    protocol: str
+    prompt: str
+    variants: tuple[Variant, ...]
+
+
+def model_name(argument: str | None) -> str:
+    """Name of a model in results: of a folder only its last part."""
+    if argument is None or argument == PACKAGED_NAME:
+        return "SmolLM2-135M-Instruct"
+    path = Path(argument).expanduser()
+    return path.resolve().name if path.is_dir() else argument
+
+
+def model_identity(model: PreTrainedModel, name: str) -> dict[str, Any]:
+    """Name, revision, and hashes of configuration and of some of each weight, which tell fine-tuned models apart."""
+    config = model.config.to_diff_dict()
+    for part in ("_name_or_path", "name_or_path", "transformers_version", "dtype", "torch_dtype"):
+        config.pop(part, None)
+    weights = hashlib.sha256()
+    for parameter_name, parameter in model.named_parameters():
+        weights.update(f"{parameter_name} {tuple(parameter.shape)}".encode())
+        if parameter.device.type != "meta":
+            weights.update(parameter.detach().flatten()[:_FINGERPRINT_NUMBERS].double().cpu().numpy().tobytes())
+    return {
+        "name": name,
+        "revision": getattr(model.config, "_commit_hash", None),
+        "config": sha256(_plain(config))[:16],
+        "weights": weights.hexdigest()[:16],
+    }
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _plain(part) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(part) for part in value]
+    return value if isinstance(value, (str, int, float, bool, type(None))) else repr(value)
+
+
+@dataclass(frozen=True)
+class RunIdentity:
+    """
+    What the cells of a run have in common.
+
+    Parameters
+    ----------
+    model : dict
+        See :func:`model_identity`.
+    dtype, attention, device : str
+        Of the model.
+    backend, budget : str
+        See :class:`kvzip_press.eval.run.sweep.ContextSweep`.
+    scorer : str
+        See :func:`kvzip_press.eval.metrics.registry.metric_of`.
+    window : int, optional
+        Tokens that the model can take, if not what its configuration says.
+    version : str
+        Of this package.
+    """
+
+    model: dict[str, Any]
+    dtype: str
+    attention: str
+    device: str
+    backend: str
+    budget: str
+    scorer: str
+    window: int | None = None
+    version: str = __version__
+
+    @classmethod
+    def of(
+        cls, model: PreTrainedModel, name: str, *, backend: str, budget: str, scorer: str, window: int | None = None
+    ) -> RunIdentity:
+        """Describe a loaded model and how it is used."""
+        return cls(
+            model_identity(model, name),
+            str(model.dtype).removeprefix("torch."),
+            model.config._attn_implementation,
+            model.device.type,
+            backend,
+            budget,
+            scorer,
+            window,
+        )
+
+
+class Identifier:
+    """
+    Gives each cell of a run its identity.
+
+    Parameters
+    ----------
+    run : RunIdentity
+        What all have in common.
+    tokenizer, head_scores
+        See :class:`kvzip_press.eval.presses.registry.PressOptions`.
+    """
+
+    def __init__(self, run: RunIdentity, tokenizer: Any, head_scores: Any = None) -> None:
+        self.run = run
+        self.tokenizer = tokenizer
+        self.head_scores = head_scores
+        self._presses: dict[str, dict[str, Any]] = {}
+
+    def identity(self, unit: Unit, variant: Variant) -> dict[str, Any]:
+        """All that decides the answers of one press at one ratio to the questions of one sample."""
+        name, ratio = variant
+        questions = unit.sample.questions
+        return {
+            **asdict(self.run),
+            "task": unit.task,
+            "task_version": unit.task_version,
+            "source": unit.source,
+            "length": unit.length,
+            "seed": unit.seed,
+            "sample": unit.sample.id,
+            "context_sha256": sha256(unit.sample.context),
+            "questions_sha256": sha256([_question(question) for question in questions]),
+            "instruction": unit.instruction if unit.prompt == "paper" else None,
+            "max_new_tokens": [question.max_new_tokens for question in questions],
+            "protocol": unit.protocol,
+            "prompt": unit.prompt,
+            "press": name,
+            "ratio": ratio,
+            **self._press(name),
+        }
+
+    def _press(self, name: str) -> dict[str, Any]:
+        if name not in self._presses:
+            press = make_press(name, 0.5, self.tokenizer, head_scores=self.head_scores)
+            described: dict[str, Any] = {"parameters": press_parameters(press)}
+            if PRESSES[name].eager:
+                described["press_attention"] = "eager"
+            if name != FULL and not isinstance(press, KVzipPress):
+                described["kvpress"] = version("kvpress")
+            self._presses[name] = described
+        return self._presses[name]
+
+
+def _question(question: Question) -> dict[str, Any]:
+    described: dict[str, Any] = _plain(asdict(question))
+    return described
+
+
+def key_of(identity: dict[str, Any], scorer: str | None = None) -> str:
+    """Key of a record; with the scorer exchanged, if one is given."""
+    return sha256(identity if scorer is None else {**identity, "scorer": scorer})

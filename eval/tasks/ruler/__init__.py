@@ -1,0 +1,1 @@
+"""RULER (https://arxiv.org/abs/2404.06654)."""

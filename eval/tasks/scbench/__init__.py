@@ -1,0 +1,1 @@
+"""SCBench (https://arxiv.org/abs/2412.10319)."""

@@ -1,0 +1,81 @@
+"""
+Decoding with flash-attn's kernel for sequences of different lengths.
+
+Each (row, KV head) is one sequence with a single KV head. Checked by tests: the shapes and bounds handed to
+``flash_attn_varlen_func``, and that its results are put back in place, against a stand-in that follows the function's
+documentation (flash-attn 2.7) in float64 on the CPU. The kernel itself has not been run by our tests.
+"""
+
+from __future__ import annotations
+
+import torch
+from flash_attn import flash_attn_varlen_func
+
+from ..storage.segments import Segments
+from .torch import merge_tail
+
+
+def decode_attention(
+    query: torch.Tensor,
+    packed_key: torch.Tensor,
+    packed_value: torch.Tensor,
+    segments: Segments,
+    *,
+    softmax_scale: float,
+    softcap: float | None = None,
+    tail: tuple[torch.Tensor, torch.Tensor] | None = None,
+    tail_mask: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    Bfloat16 and float16 on CUDA GPUs. See :func:`kvzip_press.kernels.api.decode_attention`.
+
+    flash-attn rounds its output to the type of the query; the tail is computed apart and merged in float32.
+
+    Raises
+    ------
+    ValueError
+        If query, keys and values differ in type or head size.
+    """
+    if query.dtype != packed_key.dtype or packed_value.shape[-1] != packed_key.shape[-1]:
+        raise ValueError(
+            f"backend 'flash' takes query, keys and values of one type and head_dim, got {query.dtype} x "
+            f"{query.shape[-1]}, {packed_key.dtype} x {packed_key.shape[-1]} and {packed_value.dtype} x "
+            f"{packed_value.shape[-1]}; use backend='auto'"
+        )
+    batch_size, num_heads, q_len, head_dim = query.shape
+    num_segments, device = len(segments), query.device
+    group = batch_size * num_heads // num_segments
+    # A single query token of several heads is the shape that flash-attn splits over the length of the keys. Longer
+    # queries are rows of one head, so that each key is read once for all of them
+    heads, rows = (group, 1) if q_len == 1 else (1, group * q_len)
+    out, lse, *_ = flash_attn_varlen_func(
+        query.reshape(num_segments * rows, heads, head_dim),
+        packed_key.unsqueeze(1),
+        packed_value.unsqueeze(1),
+        segments.derived(("flash rows", rows, device), lambda: _equal_bounds(num_segments, rows, device)),
+        segments.on_device("cu_seqlens", device, segments.cu_seqlens),
+        rows,
+        segments.max_length,
+        softmax_scale=softmax_scale,
+        causal=False,
+        softcap=softcap or 0.0,
+        return_attn_probs=True,
+    )
+    # [heads, num_segments * rows]
+    lse = lse.reshape(heads, num_segments, rows).transpose(0, 1)
+    out = out.float().reshape(num_segments, -1)
+    empty = segments.derived(("empty", device), lambda: _empty_segments(segments, device))
+    if empty is not None:
+        # flash-attn's log-sum-exp of no keys is +inf
+        lse, out = lse.index_fill(0, empty, -torch.inf), out.index_fill(0, empty, 0.0)
+    out, lse = out.view(query.shape), lse.reshape(query.shape[:3])
+    return merge_tail(out, lse, query, tail, tail_mask, softmax_scale=softmax_scale, softcap=softcap)
+
+
+def _equal_bounds(num_segments: int, rows: int, device: torch.device) -> torch.Tensor:
+    return torch.arange(0, (num_segments + 1) * rows, rows, dtype=torch.int32, device=device)
+
+
+def _empty_segments(segments: Segments, device: torch.device) -> torch.Tensor | None:
+    empty = (segments.lengths == 0).nonzero().flatten()
+    return empty.to(device) if len(empty) else None

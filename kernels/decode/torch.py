@@ -1,0 +1,154 @@
+"""Attention over ragged and dense keys in plain torch, on any device."""
+
+from __future__ import annotations
+
+import torch
+
+from ..merge import merge_lse
+from ..storage.quantization import PackedKeys, PackedValues
+from ..storage.segments import Segments
+
+# Elements of one block of logits: bounds scratch memory for long questions (float32: 16 MiB)
+_BLOCK_ELEMENTS = 1 << 22
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """In which queries of ``dtype`` are attended, and results returned."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def dense_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    softmax_scale: float,
+    softcap: float | None = None,
+    mask: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    Attention over dense keys, with its log-sum-exp.
+
+    Parameters
+    ----------
+    query : torch.Tensor
+        Shape (batch_size, num_heads, q_len, head_dim).
+    key, value : torch.Tensor
+        Shape (batch_size, num_kv_heads, kv_len, head_dim); each is shared by ``num_heads // num_kv_heads`` heads.
+    softmax_scale : float
+        Factor of the logits.
+    softcap : float, optional
+        ``softcap * tanh(logits / softcap)`` replaces the logits.
+    mask : torch.Tensor, optional
+        Boolean, True where a key is visible, broadcastable to (batch_size, num_heads, q_len, kv_len).
+
+    Returns
+    -------
+    tuple[torch.Tensor, torch.Tensor]
+        Output (batch_size, num_heads, q_len, head_dim) and log-sum-exp (batch_size, num_heads, q_len), in float32
+        (float64 for float64 input). A row that sees no key has output 0 and log-sum-exp ``-inf``.
+    """
+    batch_size, num_heads, q_len, head_dim = query.shape
+    num_kv_heads, kv_len = key.shape[1:3]
+    group = num_heads // num_kv_heads
+    dtype = accumulation_dtype(query.dtype)
+    key_t = key.to(dtype).transpose(-1, -2)
+    value = value.to(dtype)
+    out = torch.empty(batch_size, num_heads, q_len, value.shape[-1], dtype=dtype, device=query.device)
+    lse = torch.empty(batch_size, num_heads, q_len, dtype=dtype, device=query.device)
+    block = max(1, _BLOCK_ELEMENTS // max(1, batch_size * num_heads * kv_len))
+    for first in range(0, q_len, block):
+        rows = slice(first, min(first + block, q_len))
+        part = query[:, :, rows].to(dtype) * softmax_scale
+        n_rows = part.shape[2]
+        grouped = part.reshape(batch_size, num_kv_heads, group * n_rows, head_dim)
+        logits = torch.matmul(grouped, key_t)
+        if softcap is not None:
+            logits = torch.tanh(logits / softcap) * softcap
+        if mask is not None:
+            visible = mask[..., rows, :] if mask.shape[-2] > 1 else mask
+            visible = visible.expand(batch_size, num_heads, n_rows, kv_len).reshape(logits.shape)
+            logits = logits.masked_fill(~visible, -torch.inf)
+        row_lse = torch.logsumexp(logits, dim=-1, keepdim=True)
+        shift = row_lse.masked_fill(row_lse == -torch.inf, 0.0)
+        out[:, :, rows] = torch.matmul((logits - shift).exp_(), value).view(
+            batch_size, num_heads, n_rows, value.shape[-1]
+        )
+        lse[:, :, rows] = row_lse.view(batch_size, num_heads, n_rows)
+    return out, lse
+
+
+def merge_tail(
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    query: torch.Tensor,
+    tail: tuple[torch.Tensor, torch.Tensor] | None,
+    tail_mask: torch.Tensor | None,
+    *,
+    softmax_scale: float,
+    softcap: float | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    Merge attention over the context with that over the dense tail: for decode modules whose kernel reads no tail.
+
+    Parameters
+    ----------
+    out, lse : torch.Tensor
+        Attention over the context, shape (batch_size, num_heads, q_len, head_dim) and (batch_size, num_heads, q_len).
+    query, tail, tail_mask, softmax_scale, softcap
+        As given to :func:`kvzip_press.kernels.api.decode_attention`.
+    """
+    if tail is None:
+        return out, lse
+    key, value = tail
+    dense = dense_attention(query, key, value, softmax_scale=softmax_scale, softcap=softcap, mask=tail_mask)
+    return merge_lse(out, lse, *dense)
+
+
+def _stored_numbers(
+    packed: PackedKeys | PackedValues, segments: Segments, index: int, dtype: torch.dtype
+) -> torch.Tensor:
+    if isinstance(packed, torch.Tensor):
+        first, last = segments.bounds[index : index + 2]
+        return packed[first:last]
+    return packed.dequantize_segment(segments, index, dtype)
+
+
+def decode_attention(
+    query: torch.Tensor,
+    packed_key: PackedKeys,
+    packed_value: PackedValues,
+    segments: Segments,
+    *,
+    softmax_scale: float,
+    softcap: float | None = None,
+    tail: tuple[torch.Tensor, torch.Tensor] | None = None,
+    tail_mask: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    One matrix product per (row, KV head) segment. See :func:`kvzip_press.kernels.api.decode_attention`.
+
+    Quantised pairs are dequantised a segment at a time.
+    """
+    batch_size, num_heads, q_len, head_dim = query.shape
+    value_dim, num_segments = packed_value.shape[-1], len(segments)
+    dtype = accumulation_dtype(query.dtype)
+    grouped = query.reshape(num_segments, -1, q_len, head_dim)
+    out = torch.zeros(*grouped.shape[:3], value_dim, dtype=dtype, device=query.device)
+    lse = torch.full(grouped.shape[:3], -torch.inf, dtype=dtype, device=query.device)
+    bounds = segments.bounds
+    for segment in range(num_segments):
+        if bounds[segment] == bounds[segment + 1]:
+            continue
+        segment_out, segment_lse = dense_attention(
+            grouped[None, segment],
+            _stored_numbers(packed_key, segments, segment, dtype)[None, None],
+            _stored_numbers(packed_value, segments, segment, dtype)[None, None],
+            softmax_scale=softmax_scale,
+            softcap=softcap,
+        )
+        out[segment] = segment_out[0]
+        lse[segment] = segment_lse[0]
+    out = out.view(batch_size, num_heads, q_len, value_dim)
+    lse = lse.view(batch_size, num_heads, q_len)
+    return merge_tail(out, lse, query, tail, tail_mask, softmax_scale=softmax_scale, softcap=softcap)

@@ -1,0 +1,1 @@
+"""Explicit vectors and threads of the CPU backend."""

@@ -1,0 +1,133 @@
+"""Eviction: replace the layers of the caller's cache by layers that hold only what is kept."""
+
+from __future__ import annotations
+
+import torch
+from transformers import Cache
+
+from ..kernels.storage.quantization import PackedKeys, PackedValues, quantize_keys, quantize_values
+from ..kernels.storage.segments import Segments
+from ..models import reachable_columns
+from .memory import return_free_memory
+from .ragged import RaggedLayer
+from .window import WindowLayer
+
+# Bits of a stored number
+QUANTIZATIONS = {"int8": 8, "int4": 4}
+
+
+def _store(
+    packed_keys: torch.Tensor, packed_values: torch.Tensor, segments: Segments, quantization: str | None
+) -> tuple[PackedKeys, PackedValues]:
+    if quantization is None:
+        return packed_keys, packed_values
+    bits = QUANTIZATIONS[quantization]
+    return quantize_keys(packed_keys, segments, bits), quantize_values(packed_values, bits)
+
+
+def _pack_layer(
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    keep: torch.Tensor,
+    *,
+    context_length: int,
+    prefix_pairs: list[int],
+    context_pairs: list[int],
+    window: int | None,
+    quantization: str | None,
+    backend: str,
+) -> RaggedLayer:
+    """Copy what ``keep`` (batch_size, num_kv_heads, held) names out of dense keys and values."""
+    segments = Segments.from_lengths(keep.sum(dim=-1).flatten())
+    packed_keys, packed_values = _store(keys[keep], values[keep], segments, quantization)
+    positions = None
+    if window is not None:
+        columns = torch.arange(context_length - keys.shape[2], context_length, dtype=torch.int32, device=keys.device)
+        positions = columns.expand_as(keep)[keep]
+    return RaggedLayer(
+        packed_keys,
+        packed_values,
+        segments,
+        batch_size=keys.shape[0],
+        context_length=context_length,
+        prefix_pairs=prefix_pairs,
+        context_pairs=context_pairs,
+        positions=positions,
+        window=window,
+        backend=backend,
+    )
+
+
+def evict(
+    cache: Cache,
+    keep: dict[int, torch.Tensor],
+    prefix_pairs: dict[int, list[int]],
+    context_pairs: dict[int, list[int]],
+    windows: list[int | None],
+    quantization: str | None = None,
+    backend: str = "auto",
+) -> None:
+    """
+    Evict in place; the full tensors are released layer by layer.
+
+    A cache whose eviction was cut off still works, with some layers full. Layers that slide are small, and share one
+    mask sized by the first that is known to slide: they are replaced together. Then the global ones from the last to
+    the first: their mask is sized by the first one, and a ragged layer can cut a mask that is too wide.
+
+    Parameters
+    ----------
+    cache : Cache
+        A dynamic cache that holds a whole context.
+    keep : dict[int, torch.Tensor]
+        For each evicted layer, which of the last ``held`` pairs stay: boolean, shape (batch_size, num_kv_heads, held).
+        Layers without an entry slide, and keep their last window.
+    prefix_pairs, context_pairs : dict[int, list[int]]
+        For each evicted layer and row: pairs kept outside the budget, and pairs that were subject to it.
+    windows : list[int | None]
+        Sliding window of each layer.
+    quantization : str, optional
+        How the kept pairs of the evicted layers are stored: one of :data:`QUANTIZATIONS`, or as they are.
+    backend : str
+        Decode backend.
+
+    Raises
+    ------
+    ValueError
+        If a pair that is to be quantised is not finite, or too large for float16 scales.
+    """
+
+    def replacement(index: int) -> RaggedLayer | WindowLayer:
+        layer, window = cache.layers[index], windows[index]
+        held = keep[index].shape[-1] if index in keep else reachable_columns(layer.keys.shape[2], window)
+        first = layer.keys.shape[2] - held
+        keys, values = layer.keys[:, :, first:], layer.values[:, :, first:]
+        context_length = layer.get_seq_length()
+        if index in keep:
+            return _pack_layer(
+                keys,
+                values,
+                keep[index].to(keys.device),
+                context_length=context_length,
+                prefix_pairs=prefix_pairs[index],
+                context_pairs=context_pairs[index],
+                window=window,
+                quantization=quantization,
+                backend=backend,
+            )
+        assert window is not None
+        return WindowLayer(
+            keys.clone(memory_format=torch.contiguous_format),
+            values.clone(memory_format=torch.contiguous_format),
+            context_length=context_length,
+            window=window,
+        )
+
+    sliding = [index for index, window in enumerate(windows) if window is not None]
+    steps = [sliding, *([index] for index, window in reversed(list(enumerate(windows))) if window is None)]
+    # Tensors made here must stay usable outside of inference mode
+    with torch.inference_mode(False), torch.no_grad():
+        for indices in steps:
+            for index, layer in [(index, replacement(index)) for index in indices]:
+                cache.layers[index] = layer
+    if cache.layers[0].device.type == "cpu":
+        return_free_memory()
