@@ -13,8 +13,9 @@ import torch
 from tqdm import tqdm
 from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
+from ..kernels.memory import PeakMemory
 from .arguments import make_parser, prepare
-from .memory import PeakMemory, cache_nbytes
+from .memory import cache_nbytes
 from .presses.budget import (
     fit_budget,
     kept_pairs,

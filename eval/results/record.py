@@ -4,13 +4,13 @@ import argparse
 import json
 import platform
 import statistics
-import subprocess
 from datetime import datetime, timezone
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from ...kernels.provenance import installed_version, package_commit
 
 Record = dict[str, Any]
 
@@ -94,8 +94,8 @@ def provenance(model: Any, arguments: argparse.Namespace) -> Record:
     """Everything that decides a result and is not in the records: versions, commit, model, options, machine."""
     return {
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "commit": _commit(),
-        "versions": {name: _version(name) for name in ("kvzip-press", "kvpress", "transformers", "torch")},
+        "commit": package_commit(),
+        "versions": {name: installed_version(name) for name in ("kvzip-press", "kvpress", "transformers", "torch")},
         "python": platform.python_version(),
         "machine": platform.machine(),
         "device": torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else model.device.type,
@@ -112,23 +112,6 @@ def write_report(path: Path | None, **parts: Any) -> None:
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(parts, indent=1) + "\n", encoding="utf-8")
-
-
-def _commit() -> str | None:
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    folder = Path(__file__).resolve().parent
-    try:
-        answer = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return answer.stdout.strip()
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def _plain(value: Any) -> Any:

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from ..memory import return_free_memory
 from .arguments import Options, parse_options
 from .case import Case, CasePlan, SkippedError
 from .decode import decode_plans
 from .device_check import check_device
 from .environment import available_bytes, environment
-from .memory import return_free_memory
 from .model import model_plans
 from .plot import plot_decode
 from .ratios import Ratio, case_ratios, format_ratios

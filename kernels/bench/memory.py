@@ -7,33 +7,25 @@ freed before would otherwise be used again, and not be seen.
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import json
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from ..memory import PeakMemory
 from .case import Shape, dtype_name
 
-_STATUS = Path("/proc/self/status")
-_CLEAR_REFS = Path("/proc/self/clear_refs")
-_RESET_PEAK = "5"
 _WARM_UP_CHUNK = 64
 
 
-def peak_in_process(run: Callable[[], Any], device: torch.device) -> int:
+def peak_in_process(run: Callable[[], Any], device: torch.device) -> int | None:
     """Peak bytes that PyTorch allocated on a CUDA device for one call, above what was allocated before."""
-    torch.cuda.synchronize(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
+    peak = PeakMemory(device)
     run()
-    torch.cuda.synchronize(device)
-    return torch.cuda.max_memory_allocated(device) - before
+    return peak.lap()
 
 
 def peak_in_subprocess(what: str, shape: Shape, chunk: int, dtype: torch.dtype, backend: str) -> int | None:
@@ -72,35 +64,9 @@ def main(argv: list[str]) -> None:
     shape, dtype, cpu = Shape(*order["shape"]), getattr(torch, order["dtype"]), torch.device("cpu")
     score_runs(replay_input(shape, _WARM_UP_CHUNK, dtype, cpu), order["backend"])[order["what"]]()
     run = score_runs(replay_input(shape, order["chunk"], dtype, cpu), order["backend"])[order["what"]]
-    gc.collect()
-    return_free_memory()
-    peak = None
-    if _reset_peak():
-        before = _peak()
-        run()
-        peak = _peak() - before
-    print(json.dumps(peak))
-
-
-def return_free_memory() -> None:
-    """Let glibc give freed memory back to the system; nothing happens with another C library."""
-    try:
-        ctypes.CDLL(None).malloc_trim(0)
-    except (AttributeError, OSError, TypeError):
-        return
-
-
-def _reset_peak() -> bool:
-    try:
-        _CLEAR_REFS.write_text(_RESET_PEAK)
-    except OSError:
-        return False
-    return "VmHWM:" in _STATUS.read_text()
-
-
-def _peak() -> int:
-    line = next(line for line in _STATUS.read_text().splitlines() if line.startswith("VmHWM:"))
-    return 1024 * int(line.split()[1])
+    peak = PeakMemory(cpu)
+    run()
+    print(json.dumps(peak.lap()))
 
 
 if __name__ == "__main__":

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from transformers import Cache
 
+from ..kernels.memory import return_free_memory
 from ..kernels.storage.quantization import PackedKeys, PackedValues, quantize_keys, quantize_values
 from ..kernels.storage.segments import Segments
 from ..models import reachable_columns
-from .memory import return_free_memory
 from .ragged import RaggedLayer
 from .window import WindowLayer
 

@@ -6,9 +6,10 @@ import torch
 from transformers import DynamicCache
 
 from kvzip_press.eval import cost
-from kvzip_press.eval.memory import PeakMemory, cache_nbytes
+from kvzip_press.eval.memory import cache_nbytes
 from kvzip_press.eval.presses.budget import masked_indices
 from kvzip_press.eval.presses.registry import make_press
+from kvzip_press.kernels.memory import PeakMemory
 
 
 def test_storages_count_once_and_whole():

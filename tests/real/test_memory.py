@@ -11,10 +11,10 @@ import torch
 from transformers import DynamicCache
 
 from kvzip_press import KVzipPress, cache_nbytes
-from kvzip_press.cache.memory import return_free_memory
 from kvzip_press.compressor import PrefilledContext
 from kvzip_press.context import context_ids
 from kvzip_press.eval.memory import cache_nbytes as reachable_nbytes
+from kvzip_press.kernels.memory import return_free_memory
 
 RATIO = 0.3
 
