@@ -1,4 +1,4 @@
-"""RepoQA: which of a repository's functions does an answer repeat? (https://arxiv.org/abs/2406.06025)."""
+"""The metric that compares code: which of a repository's functions an answer repeats (RepoQA, arXiv 2406.06025)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 
 from ..tasks.base import Question
-from .judges import Score
+from .text_match import Score
 
 THRESHOLD = 0.8
 CODE_BLOCK = re.compile(r"^```(?:\w+)?\s*\n(.*?)(?=^```)```", re.DOTALL | re.MULTILINE)

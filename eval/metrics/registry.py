@@ -1,4 +1,4 @@
-"""Metrics by name.
+"""All metrics by name.
 
 After the code of arXiv 2505.23416, with its traps closed: an empty prediction scores 0, and a reference of which
 nothing is left to compare is an error in the data, not a match. A name that ends in ``-official`` judges as SCBench's
@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from functools import partial
 
 from ..tasks.base import Question
-from . import judges
+from . import text_match
 from .code_match import code_form, repoqa
-from .judges import Score
-from .matching import first_number, includes, normalise, squeeze
+from .text_forms import first_number, includes, normalise, squeeze
+from .text_match import Score
 
 __all__ = ["METRICS", "SCORERS", "Metric", "Score", "includes", "metric_of", "normalise"]
 
@@ -55,27 +55,27 @@ class Metric:
 
 
 METRICS: dict[str, Metric] = {
-    "include": Metric(judges.include, normalise),
-    "f1": Metric(judges.f1, normalise),
-    "qa": Metric(judges.qa, normalise),
-    "gsm": Metric(judges.gsm, judges.gsm_gold),
-    "gsm-lenient": Metric(judges.gsm_lenient, judges.gsm_gold),
-    "mf": Metric(judges.mf, first_number),
-    "mf-official": Metric(judges.mf_official, first_number),
-    "vt": Metric(judges.vt, judges.vt_form),
-    "vt-official": Metric(partial(judges.vt, form=str.lower), judges.vt_form),
-    "option": Metric(judges.option, judges.option_form),
-    "choice": Metric(judges.choice, str.strip),
-    "choice-official": Metric(judges.choice_official, str.strip),
-    "passkey": Metric(judges.include, normalise),
-    "passkey-official": Metric(judges.passkey_official, str.strip),
-    "rouge-l": Metric(partial(judges.rouge, kind="rougeL"), judges.rouge_form),
-    "rouge-l-official": Metric(partial(judges.rouge, kind="rougeLsum"), judges.rouge_form),
+    "include": Metric(text_match.include, normalise),
+    "f1": Metric(text_match.f1, normalise),
+    "qa": Metric(text_match.qa, normalise),
+    "gsm": Metric(text_match.gsm, text_match.gsm_gold),
+    "gsm-lenient": Metric(text_match.gsm_lenient, text_match.gsm_gold),
+    "mf": Metric(text_match.mf, first_number),
+    "mf-official": Metric(text_match.mf_official, first_number),
+    "vt": Metric(text_match.vt, text_match.vt_form),
+    "vt-official": Metric(partial(text_match.vt, form=str.lower), text_match.vt_form),
+    "option": Metric(text_match.option, text_match.option_form),
+    "choice": Metric(text_match.choice, str.strip),
+    "choice-official": Metric(text_match.choice_official, str.strip),
+    "passkey": Metric(text_match.include, normalise),
+    "passkey-official": Metric(text_match.passkey_official, str.strip),
+    "rouge-l": Metric(partial(text_match.rouge, kind="rougeL"), text_match.rouge_form),
+    "rouge-l-official": Metric(partial(text_match.rouge, kind="rougeLsum"), text_match.rouge_form),
     "repoqa": Metric(repoqa, code_form),
-    "ruler_all": Metric(judges.ruler_all, str.strip),
-    "ruler_any": Metric(judges.ruler_any, str.strip),
-    "refusal": Metric(judges.refusal, None),
-    "leak": Metric(judges.leak, squeeze),
+    "ruler_all": Metric(text_match.ruler_all, str.strip),
+    "ruler_any": Metric(text_match.ruler_any, str.strip),
+    "refusal": Metric(text_match.refusal, None),
+    "leak": Metric(text_match.leak, squeeze),
 }
 
 

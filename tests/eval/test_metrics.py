@@ -3,9 +3,9 @@
 import pytest
 
 from kvzip_press.eval.metrics.code_match import code_of, similarity
-from kvzip_press.eval.metrics.judges import REFUSAL
-from kvzip_press.eval.metrics.matching import numbers
 from kvzip_press.eval.metrics.registry import METRICS, SCORERS, metric_of
+from kvzip_press.eval.metrics.text_forms import numbers
+from kvzip_press.eval.metrics.text_match import REFUSAL
 from kvzip_press.eval.tasks.base import Question
 
 

@@ -1,4 +1,4 @@
-"""Forms in which texts are compared."""
+"""What is done to texts before they are compared: lower case, no punctuation, numbers as numbers."""
 
 from __future__ import annotations
 

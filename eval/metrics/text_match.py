@@ -1,4 +1,4 @@
-"""How an answer is judged: from a prediction that is not empty and its question to a score."""
+"""The metrics that compare texts: each takes a prediction, never empty, and its question, and gives a score."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any
 
 from ..tasks.base import Question
-from .matching import first_number, includes, normalise, numbers, same_number, squeeze, token_f1
+from .text_forms import first_number, includes, normalise, numbers, same_number, squeeze, token_f1
 
 CONTROL = re.compile(r"[\x00-\x1f]")
 OPTION = re.compile(r"\(([A-Z])\)")
