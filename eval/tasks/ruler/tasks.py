@@ -23,7 +23,7 @@ PUBLISHED = Published(
     ("{length}/*", "*"),
     data_dir="{length}",
 )
-Maker = Callable[[random.Random, int, int], tuple[str, tuple[Question, ...]]]
+Generator = Callable[[Task, Request], list[Sample]]
 
 
 class RulerTask(Task):
@@ -34,24 +34,23 @@ class RulerTask(Task):
     ----------
     subtask : str
         Its name in the published data, in their column `task`.
+    generator : callable
+        Draws the samples of this task for a request.
     """
 
     family = "ruler"
     sources = (GENERATED, HUB)
 
-    def __init__(self, subtask: str) -> None:
+    def __init__(self, subtask: str, generator: Generator) -> None:
         self.name = f"ruler_{subtask}"
         self.subtask = subtask
+        self.generator = generator
 
     def load(self, request: Request) -> list[Sample]:
         """Return the samples: 500 of 4096 tokens by default."""
-        return self.generate(request) if wants_generated(self, request) else self.read(request)
+        return self.generator(self, request) if wants_generated(self, request) else self._read(request)
 
-    def generate(self, request: Request) -> list[Sample]:
-        """Draw samples."""
-        raise NotImplementedError
-
-    def read(self, request: Request) -> list[Sample]:
+    def _read(self, request: Request) -> list[Sample]:
         """Read published samples of the request's length."""
         length = str(request.length or LENGTH)
         published = replace(
@@ -80,70 +79,47 @@ class RulerTask(Task):
         )
 
 
-class NeedleTask(RulerTask):
+def hidden(needles: Needles) -> Generator:
     """Needles in a haystack; the request's corpus takes the place of the essays."""
-
-    def __init__(self, subtask: str, needles: Needles) -> None:
-        super().__init__(subtask)
-        self.needles = needles
-
-    def generate(self, request: Request) -> list[Sample]:
-        """Draw samples."""
-        return generate(
-            self,
-            request,
-            lambda rng, size: self.needles.make(rng, size, request.corpus),
-            length=LENGTH,
-            number=NUM_SAMPLES,
-            smallest=self.needles.smallest,
-        )
+    return lambda task, request: generate(
+        task,
+        request,
+        lambda rng, size: needles.make(rng, size, request.corpus),
+        length=LENGTH,
+        number=NUM_SAMPLES,
+        smallest=needles.smallest,
+    )
 
 
-class DrawnTask(RulerTask):
+def drawn(make: Callable[[random.Random, int, int], tuple[str, tuple[Question, ...]]], smallest: int = 1) -> Generator:
     """Variables or words, drawn without any text."""
-
-    def __init__(self, subtask: str, make: Maker, smallest: int = 1) -> None:
-        super().__init__(subtask)
-        self.make = make
-        self.smallest = smallest
-
-    def generate(self, request: Request) -> list[Sample]:
-        """Draw samples."""
-        length = request.length or LENGTH
-        return generate(
-            self,
-            request,
-            lambda rng, size: self.make(rng, size, length),
-            length=LENGTH,
-            number=NUM_SAMPLES,
-            smallest=self.smallest,
-        )
+    return lambda task, request: generate(
+        task,
+        request,
+        lambda rng, size: make(rng, size, request.length or LENGTH),
+        length=LENGTH,
+        number=NUM_SAMPLES,
+        smallest=smallest,
+    )
 
 
-class DocumentTask(RulerTask):
+def asked_of(documents: Documents) -> Generator:
     """A question about one or two of many documents, which the request's corpus must hold."""
-
-    def __init__(self, subtask: str, documents: Documents) -> None:
-        super().__init__(subtask)
-        self.documents = documents
-
-    def generate(self, request: Request) -> list[Sample]:
-        """Draw samples."""
-        return generate_qa(self, request, self.documents, LENGTH, NUM_SAMPLES)
+    return lambda task, request: generate_qa(task, request, documents, LENGTH, NUM_SAMPLES)
 
 
 TASKS: list[Task] = [
-    NeedleTask("niah_single_1", Needles("noise")),
-    NeedleTask("niah_single_2", Needles("essay")),
-    NeedleTask("niah_single_3", Needles("essay", values="uuids")),
-    NeedleTask("niah_multikey_1", Needles("essay", num_keys=4)),
-    NeedleTask("niah_multikey_2", Needles("needle")),
-    NeedleTask("niah_multikey_3", Needles("needle", keys="uuids", values="uuids")),
-    NeedleTask("niah_multivalue", Needles("essay", num_values=4)),
-    NeedleTask("niah_multiquery", Needles("essay", num_keys=4, num_queries=4)),
-    DrawnTask("vt", make_vt, smallest=HOPS + 1),
-    DrawnTask("cwe", make_cwe),
-    DrawnTask("fwe", make_fwe, smallest=FWE_SMALLEST),
-    DocumentTask("qa_1", SQUAD),
-    DocumentTask("qa_2", HOTPOTQA),
+    RulerTask("niah_single_1", hidden(Needles("noise"))),
+    RulerTask("niah_single_2", hidden(Needles("essay"))),
+    RulerTask("niah_single_3", hidden(Needles("essay", values="uuids"))),
+    RulerTask("niah_multikey_1", hidden(Needles("essay", num_keys=4))),
+    RulerTask("niah_multikey_2", hidden(Needles("needle"))),
+    RulerTask("niah_multikey_3", hidden(Needles("needle", keys="uuids", values="uuids"))),
+    RulerTask("niah_multivalue", hidden(Needles("essay", num_values=4))),
+    RulerTask("niah_multiquery", hidden(Needles("essay", num_keys=4, num_queries=4))),
+    RulerTask("vt", drawn(make_vt, smallest=HOPS + 1)),
+    RulerTask("cwe", drawn(make_cwe)),
+    RulerTask("fwe", drawn(make_fwe, smallest=FWE_SMALLEST)),
+    RulerTask("qa_1", asked_of(SQUAD)),
+    RulerTask("qa_2", asked_of(HOTPOTQA)),
 ]
