@@ -4,24 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from difflib import get_close_matches
+from importlib import import_module
 
-from . import fidelity, gsm8k, niah, privacy, squad
 from .base import Task
-from .ruler import tasks as ruler
-from .scbench import tasks as scbench
 
+# Modules of this folder, each with a list TASKS
+FAMILIES = [
+    "ruler.tasks",
+    "niah",
+    "scbench.tasks",
+    "squad",
+    "gsm8k",
+    "privacy",
+    "fidelity",
+]
 TASKS: dict[str, Task] = {
-    task.name: task
-    for family in (
-        ruler.TASKS,
-        niah.TASKS,
-        scbench.TASKS,
-        squad.TASKS,
-        gsm8k.TASKS,
-        privacy.TASKS,
-        fidelity.TASKS,
-    )
-    for task in family
+    task.name: task for family in FAMILIES for task in import_module(f".{family}", __package__).TASKS
 }
 
 

@@ -1,14 +1,8 @@
-import re
-from pathlib import Path
-
 import pytest
-from task_helpers import build_word_tokenizer
 
-from kvzip_press.eval.metrics.registry import METRICS
 from kvzip_press.eval.tasks.base import GENERATED, HUB, Request, Task
 from kvzip_press.eval.tasks.registry import TASKS, families, get_tasks
 
-ROOT = Path(__file__).resolve().parents[2]
 RULER = (
     "niah_single_1 niah_single_2 niah_single_3 niah_multikey_1 niah_multikey_2 niah_multikey_3 niah_multivalue "
     "niah_multiquery vt cwe fwe qa_1 qa_2"
@@ -82,23 +76,3 @@ def test_what_cannot_be_generated_says_so(name):
 def test_what_is_not_published_says_so(name):
     with pytest.raises(ValueError, match=f"^{name}: can only be generated"):
         TASKS[name].load(Request(source="hub"))
-
-
-def test_the_example_of_the_contribution_guide_works():
-    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    section = text[text.index("## Adding a task") :]
-    code = re.search(r"```python\n(.*?)```", section, re.DOTALL).group(1)
-    names: dict = {}
-    exec(compile(code, "CONTRIBUTING.md", "exec"), names)
-    (task,) = names["TASKS"]
-    assert task.name not in TASKS
-
-    request = Request(limit=3, length=400, tokenizer=build_word_tokenizer())
-    samples = task.load(request)
-    assert samples == task.load(request) and len({sample.context for sample in samples}) == 3
-    for sample in samples:
-        for question in sample.questions:
-            metric = METRICS[question.metric]
-            assert metric(f"It is {question.answers[0]}.", question).value == 1
-            assert metric("I don't know.", question).value == 0
-            assert sample.context.count(question.answers[0]) == 1
