@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 
 KEPT, _LEAST, _GREATEST = 0.3, 0.05, 0.6  # fractions of a context
@@ -83,9 +84,9 @@ class Comparison:
 
 def head_lengths(num_kv_heads: int, context: int) -> list[int]:
     """Pairs that each head keeps: uneven, from 5 to about 60 % of the context, 30 % on average (one head: 30 %)."""
-    # The mean of x ** 1.2 over [0, 1] is what lies between 5 and 30 % as a part of 5 to 60 %
-    parts = [(head / max(1, num_kv_heads - 1)) ** 1.2 for head in range(num_kv_heads)]
-    lengths = [round(context * (_LEAST + (_GREATEST - _LEAST) * part)) for part in parts]
+    steps, part = np.linspace(0, 1, num_kv_heads), (KEPT - _LEAST) / (_GREATEST - _LEAST)
+    power = min(np.linspace(1, 2, 1001), key=lambda power: abs((steps**power).mean() - part))
+    lengths: list[int] = np.rint(context * (_LEAST + (_GREATEST - _LEAST) * steps**power)).astype(int).tolist()
     lengths[-1] += round(KEPT * num_kv_heads * context) - sum(lengths)
     return lengths
 

@@ -85,7 +85,7 @@ def score_runs(case: Case) -> dict[str, Callable[[], Any]]:
 
 
 def variants(case: Case) -> list[Variant]:
-    """Output and scores together, beside the materialised scores and one product; on a GPU beside the output alone."""
+    """Output and scores together, beside the materialised scores and one product; in Triton beside the output alone."""
     num_heads = case.shape.num_kv_heads * case.shape.group
     matrix = num_heads * (_PROMPT + case.length) * (_ANCHOR + _PROMPT + 2 * case.length)
     require_memory(case, 3 * matrix * case.dtype.itemsize + 24 * matrix // num_heads)
@@ -106,7 +106,7 @@ def variants(case: Case) -> list[Variant]:
         expected = partial(named, reduction, *("the output",) * kernel, "the scores")
         peak = partial(peak_memory, what, case)
         made.append(Variant(what, run, found if kernel else "torch", expected=expected, peak_memory=peak))
-    if case.device.type == "cuda":
+    if found == "triton":
         seen = (states.context_key[:, :, : options.end], states.context_value[:, :, : options.end])
         alone = replace(options, anchor=0, start=0, end=0, local=False)
         attend = partial(replay_attention, *states[:3], *seen, alone, backend=case.backend)
