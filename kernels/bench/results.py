@@ -49,11 +49,11 @@ def variant_rows(
     for each in variants:
         p20, p50, p80 = np.percentile(samples[each.what], (20, 50, 80)).round(6).tolist()
         row = case_row(case, what=each.what, backend=each.backend, kept=each.kept, rounds=len(samples[each.what]))
-        rate, peak = each.nbytes and round(each.nbytes / p50 / 1e6, 6), peaks.get(each.what)
+        rate, peak = each.nbytes and each.nbytes / p50 / 1e6, peaks.get(each.what)
         row |= {"p20_ms": p20, "p50_ms": p50, "p80_ms": p80, "bytes_read": each.nbytes, "gb_per_s": rate}
         rows.append({**row, "peak_extra_mib": None if peak is None else round(peak / 2**20, 3)})
     bound = next((row["gb_per_s"] for row, each in zip(rows, variants, strict=True) if each.bound), None)
-    return [{**row, "bandwidth_share": row["gb_per_s"] and bound and round(row["gb_per_s"] / bound, 6)} for row in rows]
+    return [{**row, "bandwidth_share": row["gb_per_s"] and bound and row["gb_per_s"] / bound} for row in rows]
 
 
 def compare(
