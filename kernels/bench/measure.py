@@ -18,7 +18,6 @@ from .results import case_row, variant_rows
 # Largest distance of a row from the right one, by that row's length. What is usual in the type: 16-bit forms round
 # logits, weights or output to 8 or 11 bits.
 _TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 5e-3}
-_SAMPLE_MS = 5  # of calls on a GPU
 
 
 class WrongOutputError(Exception):
@@ -93,5 +92,5 @@ def sample(variant: Variant, on_gpu: bool) -> float:
         return 1000 * timeit.timeit(run, number=1) / variant.calls
     from triton.testing import do_bench
 
-    median: float = do_bench(run, warmup=1, rep=_SAMPLE_MS, return_mode="median")
+    median: float = do_bench(run, warmup=1, rep=5, return_mode="median")
     return median / variant.calls

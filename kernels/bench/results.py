@@ -113,6 +113,7 @@ def plot_decode(panels: Panels, path: Path) -> None:
             axis.plot(list(times), list(times.values()), label=what, **style)
         axis.set(title=title, xlabel="context length (tokens)", ylabel="one token, one layer (ms)", yscale="log")
         axis.set_xscale("log", base=2)
+        axis.set_xticks(list(lines[BOUND]), [str(context) for context in lines[BOUND]])
         axis.grid(alpha=0.25)
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)
