@@ -1,6 +1,1 @@
-"""
-Kernels side by side: ``python -m kvzip_press.kernels.bench --device cpu|cuda``.
-
-Only the whole models in ``model.py`` and the replay layer in ``layer.py`` know transformers or presses, and they import
-them when they run.
-"""
+"""Kernels beside their baselines, verified before they are timed: ``python -m kvzip_press.kernels.bench``."""

@@ -1,22 +1,19 @@
-"""What is measured: a case with its variants side by side, and which of their ratios have a target."""
+"""What is measured: a case, its variants side by side, and which of their ratios have a target."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
+import numpy as np
 import torch
 
-from ..backends import decode_module, replay_module
-
-KEPT = 0.3
-_LEAST, _GREATEST = 0.05, 0.6
-QUANTITIES = ("time", "speed", "memory", "bandwidth")
-
-
-class SkippedError(Exception):
-    """A case that can't be measured here, and why."""
+KEPT, _LEAST, _GREATEST = 0.3, 0.05, 0.6  # fractions of a context
+LSE = "log-sum-exp"
+# What is compared with: the specification in float64; on a GPU, since that takes long, the torch form in float32
+TRUSTED = {"cpu": "reference", "cuda": "torch"}
 
 
 @dataclass(frozen=True)
@@ -27,194 +24,88 @@ class Shape:
     group: int
     head_dim: int
 
-    @property
-    def num_heads(self) -> int:
-        """Query heads."""
-        return self.num_kv_heads * self.group
-
     def __str__(self) -> str:
         return f"{self.num_kv_heads} x {self.head_dim} (G {self.group})"
 
 
+SHAPES = {"cpu": (Shape(3, 3, 64), Shape(8, 4, 128)), "cuda": (Shape(8, 4, 128),)}
+DTYPES = {"cpu": (torch.float32, torch.bfloat16), "cuda": (torch.bfloat16,)}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One layer's heads, type and length on a device; ``length`` is the context to decode from, or the scored chunk."""
+
+    suite: str
+    shape: Shape
+    dtype: torch.dtype
+    length: int
+    device: torch.device
+    backend: str  # as it was asked for
+
+    @property
+    def name(self) -> str:
+        """As it is called in tables."""
+        size = f"{self.length // 1024}K" if self.length % 1024 == 0 else str(self.length)
+        size = size if self.suite == "decode" else f"chunk {self.length}"
+        return f"{self.suite} {self.shape} {dtype_name(self.dtype)} {size}"
+
+
 @dataclass(frozen=True)
 class Variant:
-    """
-    One way to do what a case asks for, or a bound on it.
+    """One way to do what a case asks for, or a bound on it."""
 
-    Parameters
-    ----------
-    what : str
-        Name, unique in its case.
-    run : callable
-        What is timed.
-    backend : str
-        What runs: a kernel backend, or ``"torch"``, ``"transformers"``.
-    kept : float, optional
-        Kept fraction of the context.
-    nbytes : int, optional
-        Bytes that one call must read (of a copy: read and write).
-    calls : int
-        Calls a sample. More than one are made in a row, and their mean is the sample.
-    expected : callable, optional
-        The right results by name, float64 or float32; None where there is nothing to compare (a bound, or a result
-        that another variant of the case compares).
-    dtype : torch.dtype, optional
-        In which it multiplies, which decides the tolerance; by default the type of the case.
-    check : callable, optional
-        Its results in the order of ``expected``, by default those of ``run``.
-    extra_memory : callable, optional
-        Measures the peak bytes of a call above its input, None where that is not possible.
-    """
-
-    what: str
+    what: str  # unique in its case
     run: Callable[[], Any]
-    backend: str = "torch"
-    kept: float | None = None
-    nbytes: int | None = None
-    calls: int = 1
-    expected: Callable[[], dict[str, torch.Tensor]] | None = None
-    dtype: torch.dtype | None = None
-    check: Callable[[], Any] | None = None
-    extra_memory: Callable[[], int | None] | None = None
+    backend: str = "torch"  # what runs
+    kept: float | None = None  # fraction of the context
+    nbytes: int | None = None  # that a call must read (a copy: read and write)
+    calls: int = 1  # made in a row; their mean is a sample
+    bound: bool = False  # whether the bandwidth of the others is given as a share of this one's
+    expected: Callable[[], dict[str, torch.Tensor]] | None = None  # the right results by name, in the order of run's
+    dtype: torch.dtype | None = None  # in which it multiplies (that of the case), which decides the tolerance
+    peak_memory: Callable[[], int | None] | None = None  # measures a call's peak bytes above its input
 
 
 @dataclass(frozen=True)
 class Comparison:
     """
-    A variant against its baseline.
+    A variant against the fastest of its baselines in the same case.
 
-    Parameters
-    ----------
-    what : str
-        The variant.
-    baselines : tuple[str, ...]
-        Variants of the same case, of which the fastest counts.
-    quantity : str
-        ``"time"`` or ``"memory"``: the variant's by the baseline's, at most ``target``. ``"speed"``: the baseline's
-        time by the variant's, or ``"bandwidth"``: the variant's bytes a second by the baseline's, at least ``target``.
-    target : float, optional
-        None where the ratio is of interest only.
+    Of ``"time"`` and ``"memory"`` it takes at most ``target`` times the baseline's. Of ``"speed"`` (the inverse of the
+    time) and ``"bandwidth"`` (bytes a second) it reaches at least that much.
     """
 
     what: str
     baselines: tuple[str, ...]
-    quantity: str
+    quantity: Literal["time", "memory", "speed", "bandwidth"]
     target: float | None = None
 
-    def __post_init__(self) -> None:
-        if self.quantity not in QUANTITIES:
-            raise ValueError(f"quantity must be one of {', '.join(QUANTITIES)}, got {self.quantity!r}")
 
-    @property
-    def at_least(self) -> bool:
-        """Whether more is better."""
-        return self.quantity in ("speed", "bandwidth")
-
-
-@dataclass
-class Case:
-    """
-    A case that is ready to run.
-
-    Parameters
-    ----------
-    variants : list[Variant]
-        Timed in turn.
-    comparisons : list[Comparison]
-        Their ratios.
-    bandwidth : str, optional
-        The variant whose bytes a second are what a share of the bandwidth refers to.
-    warm_up : int
-        Rounds that are not counted.
-    host_clock : bool
-        On a GPU: take the host's time from one idle device to the next, since the host's work counts.
-    """
-
-    variants: list[Variant]
-    comparisons: list[Comparison]
-    bandwidth: str | None = None
-    warm_up: int = 1
-    host_clock: bool = False
+def head_lengths(num_kv_heads: int, context: int) -> list[int]:
+    """Pairs that each head keeps: uneven, from 5 to about 60 % of the context, 30 % on average (one head: 30 %)."""
+    steps, part = np.linspace(0, 1, num_kv_heads), (KEPT - _LEAST) / (_GREATEST - _LEAST)
+    power = min(np.linspace(1, 2, 1001), key=lambda power: abs((steps**power).mean() - part))
+    lengths: list[int] = np.rint(context * (_LEAST + (_GREATEST - _LEAST) * steps**power)).astype(int).tolist()
+    lengths[-1] += round(KEPT * num_kv_heads * context) - sum(lengths)
+    return lengths
 
 
-@dataclass(frozen=True)
-class CasePlan:
-    """
-    A case to come: what describes it, and how to build it.
-
-    Parameters
-    ----------
-    suite, name : str
-        Names; the name is unique in the suite.
-    shape : Shape
-        Of a layer.
-    dtype : torch.dtype
-        Of the queries.
-    context : int
-        Tokens.
-    rounds : int
-        Samples of each variant.
-    required_bytes : int
-        Memory of the device that building and running it takes, roughly.
-    build : callable
-        Makes the case; raises :class:`SkippedError` if it can't be measured here.
-    """
-
-    suite: str
-    name: str
-    shape: Shape
-    dtype: torch.dtype
-    context: int
-    rounds: int
-    required_bytes: int
-    build: Callable[[], Case]
-
-
-def head_lengths(num_kv_heads: int, context: int, kept: float = KEPT) -> list[int]:
-    """
-    Kept pairs of each head: uneven, from 5 to 60 % of the context, ``kept`` of it on average.
-
-    A single head keeps ``kept``.
-    """
-    if num_kv_heads == 1:
-        return [round(kept * context)]
-    steps = [head / (num_kv_heads - 1) for head in range(num_kv_heads)]
-
-    def lengths(power: float) -> list[int]:
-        return [round(context * (_LEAST + (_GREATEST - _LEAST) * step**power)) for step in steps]
-
-    total, low, high = round(kept * num_kv_heads * context), 1e-3, 1e3
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if sum(lengths(middle)) > total else (low, middle)
-    found = lengths(high)
-    found[-1] += total - sum(found)
-    return found
+def require_memory(case: Case, nbytes: int) -> None:
+    """Raise ``torch.OutOfMemoryError`` if the device has less left; nothing happens where the system does not tell."""
+    if case.device.type == "cuda":
+        free = torch.cuda.mem_get_info(case.device)[0]
+    else:
+        memory = Path("/proc/meminfo")
+        lines = memory.read_text().splitlines() if memory.exists() else []
+        free = next((1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")), nbytes)
+    if nbytes > free:
+        raise torch.OutOfMemoryError(f"needs about {nbytes / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free")
 
 
 def dtype_name(dtype: torch.dtype) -> str:
     """Name without the module."""
     return str(dtype).removeprefix("torch.")
-
-
-def thousands(context: int) -> str:
-    """A context length as it is called: 8K for 8192."""
-    return f"{context // 1024}K" if context % 1024 == 0 else str(context)
-
-
-def decode_backend(backend: str, query: torch.Tensor, packed_dtype: torch.dtype, quantized: bool) -> str:
-    """The backend that decodes such input, ``"auto"`` resolved."""
-    module = decode_module(backend, query.device, query.dtype, packed_dtype, query.shape[-1], quantized)
-    return _module_backend(module.__name__)
-
-
-def replay_backend(backend: str, query: torch.Tensor) -> str:
-    """The backend that replays such input, ``"auto"`` resolved."""
-    return _module_backend(replay_module(backend, query.device, query.dtype, query.shape[-1]).__name__)
-
-
-def _module_backend(name: str) -> str:
-    return name.rpartition(".")[2].partition("_")[0]
 
 
 def randn(shape: Sequence[int], dtype: torch.dtype, device: torch.device, seed: int) -> torch.Tensor:

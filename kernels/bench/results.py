@@ -1,142 +1,120 @@
-"""Rows of the CSV, written as soon as a case is measured."""
+"""What comes of the samples: rows of the CSV, each variant against its baseline in the same run, a plot."""
 
 from __future__ import annotations
 
-import csv
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+import platform
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from .case import Case, CasePlan, dtype_name
-from .timing import percentiles
+import numpy as np
+import torch
 
-MIB = 1 << 20
+from ..provenance import device_name, installed_version, package_commit
+from .case import Case, Comparison, Variant, dtype_name
+from .decode import COPY, KEPT_KERNEL, READ, ROW
+
 COLUMNS = (
-    "suite",
-    "case",
-    "what",
-    "backend",
-    "dtype",
-    "num_kv_heads",
-    "group",
-    "head_dim",
-    "context",
-    "kept",
-    "rounds",
-    "p20_ms",
-    "p50_ms",
-    "p80_ms",
-    "bytes_read",
-    "gb_per_s",
-    "bandwidth_share",
-    "peak_extra_mib",
-    "note",
-    "device",
-    "threads",
-    "torch",
-    "triton",
-    "numba",
-    "python",
-    "commit",
-    "date",
+    *("suite", "case", "what", "backend", "dtype", "num_kv_heads", "group", "head_dim", "context", "kept", "rounds"),
+    *("p20_ms", "p50_ms", "p80_ms", "bytes_read", "gb_per_s", "bandwidth_share", "peak_extra_mib", "note"),
+    *("device", "threads", "torch", "triton", "numba", "python", "commit", "date"),
 )
+HEADER = ("case", "what", "against", "measure", "its", "baseline's", "ratio", "target", "reached")
+_TIME = ("p50_ms", "ms")
+_QUANTITIES = {"time": _TIME, "speed": _TIME, "memory": ("peak_extra_mib", "MiB"), "bandwidth": ("gb_per_s", "GB/s")}
+BOUND = "bound: reading 30 % once"
 
 
-@dataclass(frozen=True)
-class Measurement:
-    """
-    What one variant took.
-
-    Parameters
-    ----------
-    p20, p50, p80 : float
-        Percentiles of the time of a call, in milliseconds.
-    nbytes : int, optional
-        Bytes a call must read.
-    extra_memory : int, optional
-        Peak bytes of a call above its input.
-    """
-
-    p20: float
-    p50: float
-    p80: float
-    nbytes: int | None = None
-    extra_memory: int | None = None
-
-    @property
-    def bytes_per_second(self) -> float | None:
-        """At the median time."""
-        return None if self.nbytes is None else self.nbytes / self.p50 * 1000
+def environment(device: torch.device) -> dict[str, Any]:
+    """Columns that are the same in every row of a run."""
+    versions = {"torch": torch.__version__, **{name: installed_version(name) for name in ("triton", "numba")}}
+    date = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    machine = {"device": device_name(device), "threads": torch.get_num_threads(), "python": platform.python_version()}
+    return {**machine, **versions, "commit": package_commit() or "unknown", "date": date}
 
 
-def measurements(
-    case: Case, samples: Mapping[str, list[float]], extra_memory: Mapping[str, int | None]
-) -> dict[str, Measurement]:
-    """Each variant's, by its name."""
-    return {
-        variant.what: Measurement(
-            *percentiles(samples[variant.what]), nbytes=variant.nbytes, extra_memory=extra_memory.get(variant.what)
-        )
-        for variant in case.variants
-    }
+def case_row(case: Case, **more: Any) -> dict[str, Any]:
+    """What describes a case (``context`` is its length: of a scoring case that of the chunk), and ``more``."""
+    row = {"suite": case.suite, "case": case.name, "dtype": dtype_name(case.dtype), "context": case.length}
+    return {**row, **vars(case.shape), **more}
 
 
-def case_rows(plan: CasePlan, case: Case, measured: Mapping[str, Measurement]) -> list[dict[str, Any]]:
-    """One row a variant; what was not measured is left out."""
-    peak = None if case.bandwidth is None else measured[case.bandwidth].bytes_per_second
+def variant_rows(
+    case: Case, variants: Sequence[Variant], samples: Mapping[str, Sequence[float]], peaks: Mapping[str, int | None]
+) -> list[dict[str, Any]]:
+    """One row a variant from its samples in milliseconds and its peak bytes; what was not measured is None."""
     rows = []
-    for variant in case.variants:
-        result = measured[variant.what]
-        rate = result.bytes_per_second
-        row: dict[str, Any] = {"what": variant.what, "backend": variant.backend, "rounds": plan.rounds}
-        row |= {"p20_ms": _short(result.p20), "p50_ms": _short(result.p50), "p80_ms": _short(result.p80)}
-        row |= {"kept": variant.kept, "bytes_read": variant.nbytes}
-        if rate is not None:
-            row["gb_per_s"] = _short(rate / 1e9)
-            row["bandwidth_share"] = None if peak is None else _short(rate / peak)
-        if result.extra_memory is not None:
-            row["peak_extra_mib"] = _short(result.extra_memory / MIB)
-        rows.append(_described(plan, row))
-    return rows
+    for each in variants:
+        p20, p50, p80 = np.percentile(samples[each.what], (20, 50, 80)).round(6).tolist()
+        row = case_row(case, what=each.what, backend=each.backend, kept=each.kept, rounds=len(samples[each.what]))
+        rate, peak = each.nbytes and each.nbytes / p50 / 1e6, peaks.get(each.what)
+        row |= {"p20_ms": p20, "p50_ms": p50, "p80_ms": p80, "bytes_read": each.nbytes, "gb_per_s": rate}
+        rows.append({**row, "peak_extra_mib": None if peak is None else round(peak / 2**20, 3)})
+    bound = next((row["gb_per_s"] for row, each in zip(rows, variants, strict=True) if each.bound), None)
+    return [{**row, "bandwidth_share": row["gb_per_s"] and bound and row["gb_per_s"] / bound} for row in rows]
 
 
-def skipped_row(plan: CasePlan, reason: str) -> dict[str, Any]:
-    """The row of a case that was not measured."""
-    return _described(plan, {"note": f"skipped: {reason}"})
+def compare(
+    comparisons: Sequence[Comparison], rows: Sequence[Mapping[str, Any]], verdicts: bool = True
+) -> Iterator[tuple[str, ...]]:
+    """Lines under :data:`HEADER`: a case's ratios of what was measured, with or without targets and verdicts."""
+    by_what = {row.get("what"): row for row in rows}
+    for each in comparisons:
+        (column, unit), more_is_better = _QUANTITIES[each.quantity], each.quantity in ("speed", "bandwidth")
+        own, present = by_what.get(each.what), [by_what[name] for name in each.baselines if name in by_what]
+        fastest = min(present, key=lambda row: row["p50_ms"], default=None)
+        if own is None or fastest is None or own[column] is None or not fastest[column]:
+            continue
+        ratio = fastest[column] / own[column] if each.quantity == "speed" else own[column] / fastest[column]
+        target, reached = "-", "-"
+        if verdicts and each.target is not None:
+            target = f"{'>=' if more_is_better else '<='} {each.target:g}"
+            reached = "yes" if (ratio >= each.target if more_is_better else ratio <= each.target) else "NO"
+        numbers = (f"{_short(row[column])} {unit}" for row in (own, fastest))
+        yield own["case"], each.what, fastest["what"], each.quantity, *numbers, f"{_short(ratio)} x", target, reached
 
 
-def _described(plan: CasePlan, row: dict[str, Any]) -> dict[str, Any]:
-    shape = plan.shape
-    described = {"suite": plan.suite, "case": plan.name, "dtype": dtype_name(plan.dtype), "context": plan.context}
-    described |= {"num_kv_heads": shape.num_kv_heads, "group": shape.group, "head_dim": shape.head_dim}
-    return described | row
+def format_table(lines: Sequence[Sequence[str]]) -> str:
+    """Columns side by side."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
 
 
 def _short(number: float) -> str:
-    return f"{number:.6g}"
+    return f"{number:.0f}" if number >= 1000 else f"{number:.3g}"
 
 
-class CsvFile:
-    """
-    A CSV that holds every row handed over, whatever happens afterwards; an earlier file of that name is replaced.
+Panels = dict[str, dict[str, dict[int, float]]]
 
-    Parameters
-    ----------
-    path : Path
-        The file.
-    constants : Mapping[str, str]
-        Columns that are the same in every row.
-    """
 
-    def __init__(self, path: Path, constants: Mapping[str, str]) -> None:
-        self.path = path
-        self._constants = constants
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("w", newline="", encoding="utf-8") as file:
-            csv.DictWriter(file, COLUMNS).writeheader()
+def decode_panels(rows: Iterable[Mapping[str, Any]]) -> Panels:
+    """Milliseconds of decoding by layer, variant and context length, with the bound that the kept bytes set."""
+    panels: Panels = defaultdict(lambda: defaultdict(dict))
+    for row in rows:
+        if row["suite"] == "decode" and "what" in row and not row["what"].endswith((READ, COPY, ROW)):
+            lines = panels["{num_kv_heads} x {head_dim} (G {group}) {dtype}".format_map(row)]
+            lines[row["what"]][row["context"]] = row["p50_ms"]
+            if row["what"] == KEPT_KERNEL:
+                lines[BOUND][row["context"]] = row["p50_ms"] * row["bandwidth_share"]
+    return panels
 
-    def write(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Append rows."""
-        with self.path.open("a", newline="", encoding="utf-8") as file:
-            csv.DictWriter(file, COLUMNS, restval="").writerows({**self._constants, **row} for row in rows)
+
+def plot_decode(panels: Panels, path: Path) -> None:
+    """Write a plot with a panel for each layer; the ending of ``path`` names the format."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(4.6 * len(panels), 4.4), layout="constrained")
+    (axes,) = figure.subplots(1, len(panels), squeeze=False)
+    for axis, (title, lines) in zip(axes, panels.items(), strict=True):
+        for what, times in lines.items():
+            style = {"color": "black", "linestyle": "--"} if what == BOUND else {"marker": "o"}
+            axis.plot(list(times), list(times.values()), label=what, **style)
+        axis.set(title=title, xlabel="context length (tokens)", ylabel="one token, one layer (ms)", yscale="log")
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(list(lines[BOUND]), [str(context) for context in lines[BOUND]])
+        axis.grid(alpha=0.25)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
