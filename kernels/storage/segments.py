@@ -43,7 +43,8 @@ class Segments:
         self._num_segments = len(lengths)
         self.total = int(self.cu_seqlens[-1])
         self.max_length = int(lengths.max())
-        self._derived: dict[Any, Any] = {}
+        self._derived: dict[Hashable, Any] = {}
+        self._agreed = self.cu_seqlens
 
     @classmethod
     def from_lengths(cls, lengths: torch.Tensor) -> Segments:
@@ -70,6 +71,14 @@ class Segments:
     def bounds(self) -> list[int]:
         """``cu_seqlens`` as a list."""
         return self.cu_seqlens.tolist()
+
+    def has_bounds(self, cu_seqlens: torch.Tensor) -> bool:
+        """Whether ``cu_seqlens``, int64 on the CPU, are these bounds; those that were last asked about are known."""
+        if cu_seqlens is not self._agreed:
+            if not torch.equal(cu_seqlens, self.cu_seqlens):
+                return False
+            self._agreed = cu_seqlens
+        return True
 
     def spans(self, chosen: Sequence[int]) -> Iterator[slice]:
         """Where the segments ``chosen`` lie in a packed tensor; neighbours are joined to one slice."""
@@ -104,10 +113,6 @@ class Segments:
         """
         blocks = (self.lengths + block - 1) // block
         return torch.cat([blocks.new_zeros(1), blocks.cumsum(0)])
-
-    def on_device(self, name: str, device: torch.device, values: torch.Tensor) -> torch.Tensor:
-        """The int32 copy of ``values`` on ``device``, made at the first call with this ``name`` and kept."""
-        return self.derived((name, device), lambda: values.to(device=device, dtype=torch.int32))
 
     def derived(self, key: Hashable, make: Callable[[], T]) -> T:
         """What ``make`` returned at the first call with this ``key``: a kernel's own plan of the segments."""
