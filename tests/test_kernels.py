@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvzip_press.kernels import reference
-from kvzip_press.kernels.api import REDUCTIONS, decode_attention, replay_attention, replay_scores
+from kvzip_press.kernels.api import REDUCTIONS, ReplayOptions, decode_attention, replay_attention
 from kvzip_press.kernels.decode import torch as torch_decode
 from kvzip_press.kernels.decode.torch import dense_attention
 from kvzip_press.kernels.merge import merge_lse
@@ -269,17 +270,39 @@ def test_decode_needs_no_contiguous_input(backend):
     check_decode(backend, query, both[:, 0], both[:, 1], [80, 120], tail=tail, tail_mask=mask)
 
 
-def test_decode_refuses_quantised_pairs_of_other_segments():
-    """Keys are quantised in the blocks of their segments: with other ones, or as values, they would be misread."""
-    segments = Segments(bounds([10, 10]))
-    key, value = quantize_keys(randn(20, 8), segments, 8), quantize_values(randn(20, 8), 8)
-    query = torch.zeros(1, 4, 1, 8)
-    with pytest.raises(ValueError, match="packed_key was quantised in 2 segments, cu_seqlens describes 4"):
-        decode_attention(query, key, value, bounds([5] * 4), softmax_scale=1.0)
+@pytest.mark.parametrize("lengths", [[5] * 4, [20], [9, 11], [90, 40], [129, 1]])
+def test_decode_refuses_keys_that_were_quantised_in_other_segments(lengths):
+    """Keys are quantised in the blocks of their segments: cut elsewhere, even into as many blocks, they are misread."""
+    made = {20: [10, 10], 130: [65, 65]}[sum(lengths)]
+    key, value = quantized(randn(sum(made), 8), randn(sum(made), 8), made, 8)
+    message = f"quantised in segments of {made} pairs, cu_seqlens describes {lengths}; quantise with the segments that"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        decode_attention(torch.zeros(1, 4, 1, 8), key, value, bounds(lengths), softmax_scale=1.0)
+
+
+def test_the_segments_of_quantised_keys_are_compared_once(monkeypatch):
+    """Later steps recognise the bounds, of keys made with these segments and of a selection of them."""
+    segments, query = Segments(bounds([10, 70])), randn(1, 4, 1, 8)
+    keys, values = quantize_keys(randn(80, 8), segments, 8), quantize_values(randn(80, 8), 8)
+    selected = segments.select([1, 0])
+    compared, equal = [], torch.equal
+    monkeypatch.setattr(torch, "equal", lambda a, b: compared.append(a) or equal(a, b))
+    for _ in range(3):
+        decode_attention(query, keys, values, segments, softmax_scale=1.0)
+    assert len(compared) == 0
+    keys, values = keys.select(segments, [1, 0]), values.select(segments, [1, 0])
+    for _ in range(3):
+        decode_attention(query, keys, values, selected, softmax_scale=1.0)
+    assert len(compared) == 1
+
+
+def test_decode_refuses_keys_as_values():
+    """Quantised keys and values have scales of other shapes."""
+    key, value = quantized(randn(20, 8), randn(20, 8), [10, 10], 8)
     with pytest.raises(ValueError, match="packed_key must be a tensor or QuantizedKeys, got QuantizedValues"):
-        decode_attention(query, value, value, segments, softmax_scale=1.0)
+        decode_attention(torch.zeros(1, 4, 1, 8), value, value, bounds([10, 10]), softmax_scale=1.0)
     with pytest.raises(ValueError, match="packed_value must be a tensor or QuantizedValues, got QuantizedKeys"):
-        decode_attention(query, key, key, segments, softmax_scale=1.0)
+        decode_attention(torch.zeros(1, 4, 1, 8), key, key, bounds([10, 10]), softmax_scale=1.0)
 
 
 def tail_of(keys, values=None, dtype=torch.float32):
@@ -314,6 +337,10 @@ def tail_of(keys, values=None, dtype=torch.float32):
         (dict(packed_value=torch.zeros(19, 8)), r"packed_value \(19\)"),
         (dict(packed_key=torch.zeros(20, 9)), "query has head_dim 8, packed_key 9"),
         (
+            dict(packed_value=torch.zeros(20, 2, 4)),
+            r"packed_value must have shape \(total, head_dim\), got \(20, 2, 4\)",
+        ),
+        (
             dict(backend="cpu", packed_key=torch.zeros(20, 8).double(), packed_value=torch.zeros(20, 8).double()),
             "backend 'cpu' takes float32, bfloat16, float16, got float32 and float64; use backend='auto' or 'torch'",
         ),
@@ -323,9 +350,16 @@ def tail_of(keys, values=None, dtype=torch.float32):
         (dict(query=torch.zeros(1, 4, 1, 8, device="meta")), "query on meta; they must agree"),
         (dict(cu_seqlens=torch.tensor([0, 25, 20])), r"must start at 0 and never fall, got \[0, 25, 20\]"),
         (dict(cu_seqlens=torch.tensor([5, 10, 20])), "must start at 0"),
-        (dict(tail=tail_of((1, 4, 3, 8))), r"keys have shape \(1, 4, 3, 8\).*expected \(1, 2, 3, 8\)"),
-        (dict(tail=tail_of((1, 2, 3, 8), (1, 2, 4, 8))), r"its values \(1, 2, 4, 8\); expected.*and \(1, 2, 3, 8\)"),
-        (dict(tail=tail_of((1, 2, 3, 8), dtype=torch.float16)), "the tail is torch.float16.*the context torch.float32"),
+        (dict(tail=tail_of((1, 4, 3, 8))), r"tail's key must have shape \(1, 2, 3, 8\).*got \(1, 4, 3, 8\)"),
+        (dict(tail=tail_of((2, 8))), r"tail's key must have shape \(1, 2, 8\).*got \(2, 8\)"),
+        (
+            dict(tail=tail_of((1, 2, 3, 8), (1, 2, 4, 8))),
+            r"tail's value must have shape \(1, 2, 3, 8\).*got \(1, 2, 4, 8\)",
+        ),
+        (
+            dict(tail=tail_of((1, 2, 3, 8), dtype=torch.float16)),
+            r"tail's key.*torch.float32 on cpu; got.*torch.float16",
+        ),
         (dict(tail=tail_of((1, 2, 3, 8)), tail_mask=torch.zeros(1, 1, 1, 3)), "must be boolean.*got torch.float32"),
         (
             dict(tail=tail_of((1, 2, 3, 8)), tail_mask=torch.ones(1, 3, 1, 3, dtype=torch.bool)),
@@ -401,62 +435,57 @@ def test_merging_ignores_what_an_empty_part_holds():
         assert torch.equal(merged_lse, lse)
 
 
-def replay_inputs(batch_size=1, num_kv_heads=2, group=3, q_len=11, context_len=50, head_dim=16, dtype=torch.float32):
-    num_heads = num_kv_heads * group
-    return (
-        2 * randn(batch_size, num_heads, q_len, head_dim, dtype=dtype),
-        randn(batch_size, num_kv_heads, q_len, head_dim, seed=1, dtype=dtype),
-        randn(batch_size, num_kv_heads, q_len, head_dim, seed=2, dtype=dtype),
-        randn(batch_size, num_kv_heads, context_len, head_dim, seed=3, dtype=dtype),
-        randn(batch_size, num_kv_heads, context_len, head_dim, seed=4, dtype=dtype),
+def replay_inputs(group=3, q_len=11, batch_size=1, value_dim=16, dtype=torch.float32):
+    """Queries, own keys and values, context keys and values: two KV heads of 16 channels, 50 columns of context."""
+    shapes = [(group, q_len, 16), (1, q_len, 16), (1, q_len, value_dim), (1, 50, 16), (1, 50, value_dim)]
+    query, *others = (
+        randn(batch_size, 2 * heads, *shape, seed=seed, dtype=dtype) for seed, (heads, *shape) in enumerate(shapes)
     )
+    return 2 * query, *others
 
 
-def check_replay(inputs, bound=2e-5, **options):
-    """Compare outputs and scores, and the scores computed alone, with the specification."""
-    arguments = {"softmax_scale": 0.25, **options}
-    expected_out, expected_scores = reference.replay_attention(*inputs, **arguments)
-    query, own_key, _, context_key, _ = inputs
-    for backend in ("torch", "cpu") if query.dtype != torch.float64 else ("torch", "auto"):
-        out, scores = replay_attention(*inputs, **arguments, backend=backend)
-        torch.testing.assert_close(out.double(), expected_out, atol=bound, rtol=1e-4)
-        torch.testing.assert_close(scores.double(), expected_scores, atol=bound, rtol=1e-4)
-        alone = {name: value for name, value in arguments.items() if name != "local"}
-        scores_alone = replay_scores(query, own_key, context_key, **alone, backend=backend)
-        assert scores_alone.dtype == scores.dtype
-        torch.testing.assert_close(scores_alone.double(), expected_scores, atol=bound, rtol=1e-4)
+def options(**changes):
+    return ReplayOptions(**{**dict(anchor=4, start=20, end=45, local=True, softmax_scale=0.25), **changes})
+
+
+def check_replay(inputs, asked, bound=2e-5):
+    """Compare outputs and scores with the specification."""
+    expected = reference.replay_attention(*inputs, asked)
+    wide = torch.float64 if inputs[0].dtype == torch.float64 else torch.float32
+    for backend in ("torch", "cpu") if wide == torch.float32 else ("torch", "auto"):
+        for result, truth in zip(replay_attention(*inputs, asked, backend=backend), expected, strict=True):
+            assert result.dtype == wide
+            torch.testing.assert_close(result.double(), truth, atol=bound, rtol=1e-4)
 
 
 def test_the_specification_of_the_replay_worked_by_hand():
     """One head, one query, two context pairs, the chunk the second: its weight against itself and the own key."""
     one = torch.ones(1, 1, 1, 1)
     context = torch.tensor([math.log(2.0), math.log(3.0)]).view(1, 1, 2, 1)
-    options = dict(anchor=0, start=1, end=2, softmax_scale=1.0)
+    asked = dict(anchor=0, start=1, end=2, softmax_scale=1.0)
     # The exponentials are 2 and 3 for the context and e for the own key
-    out, scores = reference.replay_attention(one, one, 7 * one, context, context, local=True, **options)
+    out, scores = reference.replay_attention(one, one, 7 * one, context, context, options(**asked))
     assert scores.item() == pytest.approx(3 / (3 + math.e))
     assert out.item() == pytest.approx((3 * math.log(3) + math.e * 7) / (3 + math.e))
-    out, scores = reference.replay_attention(one, one, 7 * one, context, context, local=False, **options)
+    out, scores = reference.replay_attention(one, one, 7 * one, context, context, options(**asked, local=False))
     assert scores.item() == pytest.approx(3 / (3 + math.e))
     assert out.item() == pytest.approx((2 * math.log(2) + 3 * math.log(3) + math.e * 7) / (5 + math.e))
-    _, scores = reference.replay_attention(
-        one, one, one, context, context, local=True, **{**options, "anchor": 1}, reduction="sum_of_squares"
-    )
+    squared = options(**{**asked, "anchor": 1}, reduction="sum_of_squares")
+    _, scores = reference.replay_attention(one, one, one, context, context, squared)
     assert scores.item() == pytest.approx((3 / (5 + math.e)) ** 2)
 
 
 @pytest.mark.parametrize("local", [True, False])
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("softcap", [None, 3.0])
-@pytest.mark.parametrize("window", [None, 30, 14])
+@pytest.mark.parametrize("window", [None, 30, 14, 1])
 @pytest.mark.parametrize("block", [1, 1 << 19])
 def test_replay_equals_its_specification(monkeypatch, local, reduction, softcap, window, block):
     """Outputs and scores, over reductions, soft-cap and windows, in blocks of 16 rows and in one."""
     monkeypatch.setitem(torch_replay._BLOCK_ELEMENTS, "cpu", block)
     monkeypatch.setattr(cpu_softmax, "_BLOCK_ELEMENTS", block)
     inputs = replay_inputs(batch_size=2, q_len=37)
-    columns = dict(anchor=4, start=20, end=45)
-    check_replay(inputs, **columns, local=local, reduction=reduction, softcap=softcap, window=window)
+    check_replay(inputs, options(local=local, reduction=reduction, softcap=softcap, window=window))
 
 
 @settings(max_examples=40, deadline=None)
@@ -465,14 +494,14 @@ def test_replay_equals_its_specification(monkeypatch, local, reduction, softcap,
     local=st.booleans(),
     q_len=st.integers(1, 40),
     group=st.integers(1, 4),
+    value_dim=st.sampled_from([16, 24]),
     reduction=st.sampled_from(REDUCTIONS),
 )
-def test_replay_over_any_columns(columns, local, q_len, group, reduction):
-    """Any anchor and chunk, empty or the whole context, any number of replayed tokens."""
+def test_replay_over_any_columns(columns, local, q_len, group, value_dim, reduction):
+    """Any anchor and chunk, empty or the whole context, any number of replayed tokens, values of another size."""
     anchor, start, end = columns
-    check_replay(
-        replay_inputs(q_len=q_len, group=group), anchor=anchor, start=start, end=end, local=local, reduction=reduction
-    )
+    asked = options(anchor=anchor, start=start, end=end, local=local, reduction=reduction)
+    check_replay(replay_inputs(q_len=q_len, group=group, value_dim=value_dim), asked)
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
@@ -480,76 +509,109 @@ def test_replay_with_weights(reduction):
     """Factors of replayed tokens and of pairs enter before the reduction."""
     inputs = replay_inputs(batch_size=2, q_len=20)
     generator = torch.Generator().manual_seed(9)
-    row_weight = torch.rand(2, 20, generator=generator)
-    column_weight = torch.rand(2, 2, 3, 25, generator=generator)
-    columns = dict(anchor=4, start=20, end=45, local=True, reduction=reduction)
-    check_replay(inputs, **columns, row_weight=row_weight, column_weight=column_weight)
-    check_replay(inputs, **columns, row_weight=row_weight)
-    check_replay(inputs, **columns, column_weight=column_weight)
+    weights = {
+        "row_weight": torch.rand(2, 20, generator=generator),
+        "column_weight": torch.rand(2, 2, 3, 25, generator=generator),
+    }
+    check_replay(inputs, options(reduction=reduction, **weights))
+    for name, weight in weights.items():
+        check_replay(inputs, options(reduction=reduction, **{name: weight}))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("local", [True, False])
 def test_replay_in_other_formats(dtype, local):
     """Scores and outputs are float32 (float64 for float64) and as exact as the format of the input allows."""
-    inputs = replay_inputs(q_len=20, dtype=dtype)
-    bound = {torch.float64: 1e-12, torch.bfloat16: 3e-2, torch.float16: 4e-3}[dtype]
-    out, scores = replay_attention(*inputs, anchor=4, start=20, end=45, local=local, softmax_scale=0.25)
-    assert scores.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-    _, expected = reference.replay_attention(*inputs, anchor=4, start=20, end=45, local=local, softmax_scale=0.25)
+    inputs, asked = replay_inputs(q_len=20, dtype=dtype), options(local=local)
+    check_replay(inputs, asked, bound={torch.float64: 1e-12, torch.bfloat16: 3e-2, torch.float16: 4e-3}[dtype])
+    _, scores = replay_attention(*inputs, asked)
+    _, expected = reference.replay_attention(*inputs, asked)
     torch.testing.assert_close(scores.double(), expected, atol=BOUND[dtype], rtol=1e-4)
-    check_replay(inputs, bound=bound, anchor=4, start=20, end=45, local=local)
 
 
 def test_replay_reads_no_other_columns_in_local_form():
     """In a local replay NaN in every context column but anchor and chunk changes nothing, bit for bit."""
     inputs = replay_inputs()
-    options = dict(anchor=4, start=20, end=45, local=True, softmax_scale=0.25)
-    expected = replay_attention(*inputs, **options)
+    expected = replay_attention(*inputs, options())
     for states in inputs[3:]:
         states[:, :, 4:20] = states[:, :, 45:] = torch.nan
-    out = replay_attention(*inputs, **options)
+    out = replay_attention(*inputs, options())
     assert torch.equal(out[0], expected[0]) and torch.equal(out[1], expected[1])
 
 
-@pytest.mark.parametrize("columns", [(-1, 0, 5), (6, 5, 10), (0, 6, 5), (0, 5, 51)])
-def test_replay_refuses_columns_out_of_range(columns):
-    """Columns that are not 0 <= anchor <= start <= end <= context are an error with the values."""
-    anchor, start, end = columns
-    with pytest.raises(ValueError, match=f"need 0 <= anchor <= start <= end <= 50, got {anchor}, {start}, {end}"):
-        replay_attention(*replay_inputs(), anchor=anchor, start=start, end=end, local=True, softmax_scale=1.0)
+@pytest.mark.parametrize("local", [True, False])
+def test_replay_needs_no_contiguous_input(local):
+    """Rows and heads may lie in any order, and even the channels of a row apart."""
+    inputs, weight = replay_inputs(), randn(11, 1).abs().T
+    assert not weight.is_contiguous() or weight.stride(-1) != 1
+    for order in ((0, 2, 1, 3), (0, 1, 3, 2), (3, 2, 1, 0)):
+        places = [order.index(place) for place in range(4)]
+        views = [states.permute(order).contiguous().permute(places) for states in inputs]
+        check_replay(views, options(local=local, row_weight=weight))
 
 
-def test_replay_refuses_an_unknown_reduction():
-    """An unknown reduction is an error that names the known ones."""
-    with pytest.raises(ValueError, match="reduction must be one of max.*got 'mean'"):
-        replay_attention(*replay_inputs(), anchor=0, start=0, end=50, local=True, softmax_scale=1.0, reduction="mean")
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(anchor=-1), "need 0 <= anchor <= start <= end, got -1, 20, 45"),
+        (dict(anchor=21), "got 21, 20, 45"),
+        (dict(end=19), "got 4, 20, 19"),
+        (dict(reduction="mean"), "reduction must be one of max, sum_of_squares, sum, logit, got 'mean'"),
+        (dict(softcap=0.0), "softcap must be positive, or None for no soft-cap; got 0.0"),
+        (dict(softcap=-1.0), "got -1.0"),
+        (dict(window=0), "window must be at least 1, or None for no window; got 0"),
+        (dict(window=-3), "got -3"),
+    ],
+)
+def test_replay_options_that_mean_nothing_are_refused(change, message):
+    """Columns out of order, an unknown reduction, a cap that divides by zero, a window without the token itself."""
+    with pytest.raises(ValueError, match=message):
+        options(**change)
 
 
-@pytest.mark.parametrize("softcap", [0.0, -1.0])
-def test_replay_refuses_a_soft_cap_that_is_not_positive(softcap):
-    """A soft-cap divides by itself: without one, pass None."""
-    inputs = replay_inputs()
-    options = dict(anchor=4, start=20, end=45, softmax_scale=0.25, softcap=softcap)
-    with pytest.raises(ValueError, match=f"softcap must be positive, or None for no soft-cap; got {softcap}"):
-        replay_attention(*inputs, local=True, **options)
-    with pytest.raises(ValueError, match=f"softcap must be positive, or None for no soft-cap; got {softcap}"):
-        replay_scores(inputs[0], inputs[1], inputs[3], **options)
+@pytest.mark.parametrize("backend", ["cpu", "torch", "reference"])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(row_weight=(1, 3)), r"row_weight must have shape \(1, 40\).*a floating-point type on cpu; got \(1, 3\)"),
+        (dict(row_weight=(2, 40)), r"got \(2, 40\)"),
+        (dict(row_weight=torch.ones(1, 40).int()), "be of a floating-point type on cpu; got.*torch.int32"),
+        (dict(column_weight=(1, 2, 25)), r"column_weight must have shape \(1, 2, 3, 25\).*got \(1, 2, 25\)"),
+        (dict(column_weight=(1, 2, 3, 24)), r"got \(1, 2, 3, 24\)"),
+        (dict(own_key=(1, 2, 39, 16)), r"own_key must have shape \(1, 2, 40, 16\).*got \(1, 2, 39, 16\)"),
+        (dict(own_value=(1, 1, 40, 16)), r"own_value must have shape \(1, 2, 40, 16\).*got \(1, 1, 40, 16\)"),
+        (dict(own_value=(1, 2, 40, 15)), r"context_value must have shape \(1, 2, 50, 15\).*got \(1, 2, 50, 16\)"),
+        (dict(context_key=(1, 2, 50, 8)), r"context_key must have shape \(1, 2, 50, 16\).*got \(1, 2, 50, 8\)"),
+        (dict(context_key=(1, 4, 50, 16)), r"num_kv_heads dividing 6 heads; got \(1, 4, 50, 16\)"),
+        (dict(context_key=(2, 50, 16)), r"context_key must have shape \(batch_size, .*got \(2, 50, 16\)"),
+        (dict(context_key=(2, 2, 50, 16)), r"context_key must have shape \(1, 2, 50, 16\)"),
+        (dict(context_key=(1, 2, 44, 16)), "the chunk ends at column 45, the context has 44"),
+        (dict(context_value=(1, 2, 49, 16)), r"context_value must have shape \(1, 2, 50, 16\).*\(1, 2, 49, 16\)"),
+        (dict(context_value=torch.zeros(1, 2, 50, 16).half()), "context_value.*be torch.float32.*got.*torch.float16"),
+        (dict(own_key=torch.zeros(1, 2, 40, 16, device="meta")), "own_key.*on cpu; got.*on meta"),
+        (dict(query=(1, 6, 0, 16)), "query must have shape.*none of them 0"),
+        (dict(query=torch.zeros(1, 6, 40, 16).double()), "own_key.*be torch.float64 on cpu; got.*torch.float32"),
+    ],
+)
+def test_replay_refuses_what_does_not_fit(backend, change, message):
+    """Every tensor is checked before a kernel reads it by address: a short one was read beyond its end, or in part."""
+    names = ("query", "own_key", "own_value", "context_key", "context_value")
+    inputs = dict(zip(names, replay_inputs(q_len=40), strict=True))
+    made = {name: torch.ones(to) if isinstance(to, tuple) else to for name, to in change.items()}
+    weights = {name: made.pop(name) for name in list(made) if name.endswith("_weight")}
+    with pytest.raises(ValueError, match=message):
+        replay_attention(**{**inputs, **made}, options=options(**weights), backend=backend)
 
 
-def test_replay_refuses_no_replayed_tokens():
-    """The strongest attention from no token at all is no number."""
-    inputs = replay_inputs(q_len=0)
-    with pytest.raises(ValueError, match="query must have shape.*none of them 0"):
-        replay_attention(*inputs, anchor=4, start=20, end=45, local=True, softmax_scale=0.25)
+def test_replay_chooses_a_backend_by_the_larger_head_size(monkeypatch):
+    """Values may be wider than keys, and too wide for a kernel."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    with pytest.raises(ValueError, match="'triton' takes a head_dim of at most 256, got 300"):
+        replay_attention(*replay_inputs(value_dim=300), options(), backend="triton")
 
 
 def test_a_backend_without_a_replay_is_refused_for_it():
     """flash-attn decodes only: asked for a replay, it is an error that names those that can."""
-    inputs = replay_inputs()
-    options = dict(anchor=4, start=20, end=45, softmax_scale=0.25, backend="flash")
     message = "backend 'flash' only decodes; replay with one of auto, reference, torch, cpu, triton"
     with pytest.raises(ValueError, match=message):
-        replay_attention(*inputs, local=True, **options)
-    with pytest.raises(ValueError, match=message):
-        replay_scores(inputs[0], inputs[1], inputs[3], **options)
+        replay_attention(*replay_inputs(), options(), backend="flash")
