@@ -7,7 +7,7 @@ import re
 
 import pytest
 import torch
-from attention_oracle import bounds, expected_decode, quantized, randn
+from attention_oracle import bounds, expected_decode, pairs_of, quantized, randn
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,7 +18,6 @@ from kvzip_press.kernels.decode.torch import dense_attention
 from kvzip_press.kernels.merge import merge_lse
 from kvzip_press.kernels.replay import cpu_softmax
 from kvzip_press.kernels.replay import torch as torch_replay
-from kvzip_press.kernels.storage.quantization import quantize_keys, quantize_values
 from kvzip_press.kernels.storage.segments import Segments
 
 # Largest error of an output that is a mean of values of size 1
@@ -41,11 +40,10 @@ RAGGED = {
 }
 
 
-def check_decode(backend, query, key, value, lengths, softmax_scale=None, **options):
-    """Compare a backend with an attention written out in float64; returns what it gave."""
-    scale = query.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    segments = Segments(bounds(lengths))
-    out, lse = decode_attention(query, key, value, segments, softmax_scale=scale, backend=backend, **options)
+def check_decode(backend, query, key, value, lengths, **options):
+    """Compare a backend with an attention written out in float64."""
+    scale = query.shape[-1] ** -0.5
+    out, lse = decode_attention(query, key, value, bounds(lengths), softmax_scale=scale, backend=backend, **options)
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32
     assert out.dtype == lse.dtype == wide
     assert out.shape == (*query.shape[:3], value.shape[-1]) and lse.shape == query.shape[:3]
@@ -55,7 +53,6 @@ def check_decode(backend, query, key, value, lengths, softmax_scale=None, **opti
     bound = BOUND[query.dtype]
     torch.testing.assert_close(out.double(), expected_out, atol=bound, rtol=1e-4)
     torch.testing.assert_close(lse.double(), expected_lse, atol=bound * 10, rtol=1e-5)
-    return out, lse
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -64,9 +61,8 @@ def test_decode_over_head_sizes_and_formats(backend, head_dim):
     """Every backend, at the head sizes and in the formats that models have, stays within the error bound."""
     lengths = [0, 1, 300, 7, 129, 128]
     for dtype in DTYPES[backend]:
-        key, value = (randn(sum(lengths), head_dim, seed=seed, dtype=dtype) for seed in (1, 2))
         query = randn(2, 12, 1, head_dim, dtype=dtype)
-        check_decode(backend, query, key, value, lengths)
+        check_decode(backend, query, *pairs_of(lengths, head_dim, dtype=dtype), lengths)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -76,38 +72,22 @@ def test_decode_over_ragged_shapes_and_storages(backend, shape, bits):
     """Named ragged cases, plain and quantised, with a masked tail: the numbers that are stored are attended to."""
     batch_size, lengths = RAGGED[shape]
     num_kv_heads, dtype = len(lengths) // batch_size, torch.bfloat16
-    key, value = (randn(sum(lengths), 64, seed=seed, dtype=dtype) for seed in (1, 2))
+    packed = pairs_of(lengths, 64, bits, dtype)
     tail = tuple(randn(batch_size, num_kv_heads, 9, 64, seed=seed, dtype=dtype) for seed in (3, 4))
     query = randn(batch_size, num_kv_heads * 3, 2, 64, dtype=dtype)
     visible = torch.ones(2, 9, dtype=torch.bool).tril(7)[None, None]
-    key, value = quantized(key, value, lengths, bits)
-    check_decode(backend, query, key, value, lengths, tail=tail, tail_mask=visible)
-    check_decode(backend, query, key, value, lengths)
+    check_decode(backend, query, *packed, lengths, tail=tail, tail_mask=visible)
+    check_decode(backend, query, *packed, lengths)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize(("head_dim", "value_dim"), [(128, 128), (80, 80), (2, 2), (34, 192)])
+@pytest.mark.parametrize("bits", [(8, 8), (4, 4), (8, 4), (32, 4), (4, 32)])
+@pytest.mark.parametrize(("head_dim", "value_dim"), [(64, 64), (128, 128), (80, 80), (2, 2), (34, 192)])
 def test_decode_of_quantised_pairs_over_head_sizes(backend, bits, head_dim, value_dim):
-    """Value groups of 64 channels where they divide the head size, one group where not."""
+    """Value groups of 64 channels where they divide the head size, one group where not; values in bits of their own."""
     lengths = [70, 0, 5]
-    key, value = quantized(randn(75, head_dim, seed=1), randn(75, value_dim, seed=2), lengths, bits)
-    check_decode(backend, randn(1, 6, 1, head_dim), key, value, lengths)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_decode_of_keys_and_values_in_different_bits(backend):
-    """Keys and values are stored each in their own way."""
-    lengths = [70, 3]
-    key, value = randn(73, 64, seed=1), randn(73, 64, seed=2)
-    segments = Segments(bounds(lengths))
-    query = randn(1, 4, 1, 64)
-    for packed_key, packed_value in (
-        (quantize_keys(key, segments, 8), quantize_values(value, 4)),
-        (key, quantize_values(value, 4)),
-        (quantize_keys(key, segments, 4), value),
-    ):
-        check_decode(backend, query, packed_key, packed_value, lengths)
+    packed = quantized(randn(75, head_dim, seed=1), randn(75, value_dim, seed=2), lengths, *bits)
+    check_decode(backend, randn(1, 6, 1, head_dim), *packed, lengths)
 
 
 @settings(max_examples=80, deadline=None)
@@ -128,7 +108,6 @@ def test_decode_over_any_ragged_shape(backend, batch_size, num_kv_heads, group, 
     sizes = st.sampled_from([0, 0, 1, 2, 5, 127, 128, 129])
     lengths = data.draw(st.lists(sizes, min_size=segments, max_size=segments))
     dtype = torch.bfloat16 if bits == 16 else torch.float32
-    key, value = (randn(sum(lengths), head_dim, seed=seed, dtype=dtype) for seed in (1, 2))
     query = randn(batch_size, num_kv_heads * group, q_len, head_dim, dtype=dtype)
     tail = mask = None
     if tail_len is not None:
@@ -137,7 +116,7 @@ def test_decode_over_any_ragged_shape(backend, batch_size, num_kv_heads, group, 
         shape = tuple(data.draw(st.sampled_from([1, size])) for size in full)
         seen = torch.rand(shape, generator=torch.Generator().manual_seed(5)) < data.draw(st.sampled_from([0.0, 0.6]))
         mask = data.draw(st.sampled_from([None, seen]))
-    check_decode(backend, query, *quantized(key, value, lengths, bits), lengths, tail=tail, tail_mask=mask)
+    check_decode(backend, query, *pairs_of(lengths, head_dim, bits, dtype), lengths, tail=tail, tail_mask=mask)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -156,7 +135,7 @@ def test_decode_with_a_softcap_and_values_of_another_size(backend, softcap, bits
 def test_16_bit_results_are_nearer_than_attention_computed_in_16_bits(backend, dtype):
     """The error is below that of softmax(q k) v with every step rounded to the type: no bound set by hand."""
     lengths = [333, 64]
-    key, value = (randn(397, 64, seed=seed, dtype=dtype) for seed in (1, 2))
+    key, value = pairs_of(lengths, 64, dtype=dtype)
     query = randn(1, 4, 1, 64, dtype=dtype)
     expected, _ = expected_decode(query, key, value, lengths, 0.125)
     eager = torch.empty_like(expected)
@@ -185,15 +164,11 @@ def test_decode_with_logits_that_would_overflow(backend, size):
 def test_decode_reads_nothing_outside_of_its_segments(backend, dtype):
     """With NaN all around the packed pairs in memory the result is the same, bit for bit."""
     lengths = [70, 0, 135]
-    total = sum(lengths)
-    query = randn(1, 6, 1, 64, dtype=dtype)
-    key, value = randn(total, 64, seed=1, dtype=dtype), randn(total, 64, seed=2, dtype=dtype)
-    expected = decode_attention(query, key, value, bounds(lengths), softmax_scale=0.125, backend=backend)
-    padded = torch.full((2, total + 100, 64), torch.nan, dtype=dtype)
-    padded[0, 50 : 50 + total], padded[1, 50 : 50 + total] = key, value
-    views = padded[0, 50 : 50 + total], padded[1, 50 : 50 + total]
-    out = decode_attention(query, *views, bounds(lengths), softmax_scale=0.125, backend=backend)
-    assert torch.equal(out[0], expected[0]) and torch.equal(out[1], expected[1])
+    query, packed = randn(1, 6, 1, 64, dtype=dtype), torch.stack(pairs_of(lengths, 64, dtype=dtype))
+    expected = decode_attention(query, *packed, bounds(lengths), softmax_scale=0.125, backend=backend)
+    padded = torch.nn.functional.pad(packed, (0, 0, 50, 50), value=torch.nan)
+    out = decode_attention(query, *padded[:, 50:-50], bounds(lengths), softmax_scale=0.125, backend=backend)
+    assert all(map(torch.equal, out, expected))
 
 
 @pytest.mark.parametrize("backend", ["cpu", "torch"])
@@ -202,8 +177,7 @@ def test_decode_uses_no_memory_before_it_is_written(monkeypatch, backend, bits):
     """With NaN in all fresh memory the result is the same, bit for bit, and every output is written."""
     lengths = [70, 0, 135, 1]
     query = randn(2, 6, 2, 64)
-    packed = quantized(randn(206, 64, seed=1), randn(206, 64, seed=2), lengths, bits)
-    tail = tuple(randn(2, 2, 5, 64, seed=seed) for seed in (3, 4))
+    packed, tail = pairs_of(lengths, 64, bits), tuple(randn(2, 2, 5, 64, seed=seed) for seed in (3, 4))
     options = dict(softmax_scale=0.125, tail=tail, backend=backend)
     expected = decode_attention(query, *packed, bounds(lengths), **options)
 
@@ -216,8 +190,7 @@ def test_decode_uses_no_memory_before_it_is_written(monkeypatch, backend, bits):
 
     for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
         monkeypatch.setattr(owner, name, filling(getattr(owner, name)))
-    out = decode_attention(query, *packed, bounds(lengths), **options)
-    assert torch.equal(out[0], expected[0]) and torch.equal(out[1], expected[1])
+    assert all(map(torch.equal, decode_attention(query, *packed, bounds(lengths), **options), expected))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -225,20 +198,18 @@ def test_decode_uses_no_memory_before_it_is_written(monkeypatch, backend, bits):
 def test_the_same_input_gives_the_same_bits(backend, bits):
     """Results do not depend on which thread was faster, nor on whether bounds come as a tensor or as Segments."""
     lengths = [900, 40, 2000]
-    packed = quantized(randn(2940, 64, seed=1), randn(2940, 64, seed=2), lengths, bits)
+    packed, segments = pairs_of(lengths, 64, bits), Segments(bounds(lengths))
     query, tail = randn(1, 6, 1, 64), tuple(randn(1, 3, 40, 64, seed=seed) for seed in (3, 4))
-    segments = Segments(bounds(lengths))
     options = dict(softmax_scale=0.125, tail=tail, backend=backend)
     first = decode_attention(query, *packed, segments, **options)
     for again in (segments, segments, bounds(lengths), bounds(lengths).int()):
-        out = decode_attention(query, *packed, again, **options)
-        assert torch.equal(out[0], first[0]) and torch.equal(out[1], first[1])
+        assert all(map(torch.equal, decode_attention(query, *packed, again, **options), first))
 
 
 @pytest.mark.parametrize("backend", ["cpu", "torch"])
 def test_a_head_whose_pairs_are_nan_spoils_no_other(backend):
     """Each head reads its own segment: NaN in one of them shows in that head's group alone."""
-    key, value = randn(60, 16, seed=1), randn(60, 16, seed=2)
+    key, value = pairs_of([20] * 3, 16)
     key[20:40] = torch.nan
     out, _ = decode_attention(randn(1, 6, 1, 16), key, value, bounds([20] * 3), softmax_scale=0.25, backend=backend)
     assert torch.isnan(out[0, :, 0, 0]).tolist() == [False, False, True, True, False, False]
@@ -246,10 +217,10 @@ def test_a_head_whose_pairs_are_nan_spoils_no_other(backend):
 
 def test_the_cpu_kernel_over_any_number_of_threads(monkeypatch):
     """Work split over threads, through the middle of segments, gives the result of one thread within rounding."""
-    key, value, query = randn(9000, 64, seed=1), randn(9000, 64, seed=2), randn(1, 6, 1, 64)
+    lengths = [4000, 1, 4999]
     for threads in (1, 2, 3, 8):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
-        check_decode("cpu", query, key, value, [4000, 1, 4999])
+        check_decode("cpu", randn(1, 6, 1, 64), *pairs_of(lengths, 64), lengths)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -267,7 +238,7 @@ def test_decode_needs_no_contiguous_input(backend):
 def test_decode_refuses_keys_that_were_quantised_in_other_segments(lengths):
     """Keys are quantised in the blocks of their segments: cut elsewhere, even into as many blocks, they are misread."""
     made = {20: [10, 10], 130: [65, 65]}[sum(lengths)]
-    key, value = quantized(randn(sum(made), 8), randn(sum(made), 8), made, 8)
+    key, value = pairs_of(made, 8, 8)
     message = f"quantised in segments of {made} pairs, cu_seqlens describes {lengths}; quantise with the segments that"
     with pytest.raises(ValueError, match=re.escape(message)):
         decode_attention(torch.zeros(1, 4, 1, 8), key, value, bounds(lengths), softmax_scale=1.0)
@@ -276,7 +247,7 @@ def test_decode_refuses_keys_that_were_quantised_in_other_segments(lengths):
 def test_the_segments_of_quantised_keys_are_compared_once(monkeypatch):
     """Later steps recognise the bounds, of keys made with these segments and of a selection of them."""
     segments, equal, compared = Segments(bounds([10, 70])), torch.equal, []
-    pairs = quantized(randn(80, 8), randn(80, 8), [10, 70], 8)
+    pairs = pairs_of([10, 70], 8, 8)
     cases = [(segments, pairs), (segments.select([1, 0]), [part.select(segments, [1, 0]) for part in pairs])]
     monkeypatch.setattr(torch, "equal", lambda a, b: compared.append(a) or equal(a, b))
     for given_segments, given_pairs in cases:
@@ -287,7 +258,7 @@ def test_the_segments_of_quantised_keys_are_compared_once(monkeypatch):
 
 def test_decode_refuses_keys_as_values():
     """Quantised keys and values have scales of other shapes."""
-    key, value = quantized(randn(20, 8), randn(20, 8), [10, 10], 8)
+    key, value = pairs_of([10, 10], 8, 8)
     for pairs, message in (
         ((value, value), "packed_key must be a tensor or QuantizedKeys, got QuantizedValues"),
         ((key, key), "packed_value must be a tensor or QuantizedValues, got QuantizedKeys"),
@@ -517,8 +488,7 @@ def test_replay_reads_no_other_columns_in_local_form():
     expected = replay_attention(*inputs, options())
     for states in inputs[3:]:
         states[:, :, 4:20] = states[:, :, 45:] = torch.nan
-    out = replay_attention(*inputs, options())
-    assert torch.equal(out[0], expected[0]) and torch.equal(out[1], expected[1])
+    assert all(map(torch.equal, replay_attention(*inputs, options()), expected))
 
 
 @pytest.mark.parametrize("local", [True, False])
