@@ -84,3 +84,12 @@ def pairs_of(lengths, head_dim, bits=32, dtype=torch.float32):
     """Normally distributed keys and values of segments of these lengths."""
     key, value = (randn(sum(lengths), head_dim, seed=seed, dtype=dtype) for seed in (1, 2))
     return quantized(key, value, lengths, bits)
+
+
+def assert_attended(result, query, packed, lengths, softmax_scale, bound, **options):
+    """Output and log-sum-exp are those of the attention written out in float64, exactly so where no key is seen."""
+    expected = expected_decode(query, *packed, lengths, softmax_scale, **options)
+    unseen = expected[1] == -torch.inf
+    assert (result[0][unseen] == 0).all() and (result[1][unseen] == -torch.inf).all()
+    torch.testing.assert_close(result[0].double(), expected[0], atol=bound, rtol=1e-4)
+    torch.testing.assert_close(result[1].double(), expected[1], atol=min(10 * bound, 1e-5), rtol=1e-5)
