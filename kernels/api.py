@@ -140,13 +140,12 @@ def _check_packed(
         raise ValueError(
             f"cu_seqlens describes {num_segments} segments, which don't divide {batch_size} rows x {num_heads} heads"
         )
-    total, key_dim = packed_key.shape
-    if key_dim != head_dim:
-        raise ValueError(f"query has head_dim {head_dim}, packed_key {key_dim}")
-    if not total == len(packed_value) == segments.total:
+    if packed_key.shape[1] != head_dim:
+        raise ValueError(f"query has head_dim {head_dim}, packed_key {packed_key.shape[1]}")
+    if not len(packed_key) == len(packed_value) == segments.total:
         raise ValueError(
-            f"packed_key ({total}), packed_value ({len(packed_value)}) and cu_seqlens ({segments.total})"
-            " disagree on the number of pairs"
+            f"packed_key ({len(packed_key)}), packed_value ({len(packed_value)}) and cu_seqlens ({segments.total}) "
+            "disagree on the number of pairs"
         )
     if isinstance(packed_key, QuantizedKeys) and not segments.has_bounds(packed_key.cu_seqlens):
         raise ValueError(

@@ -31,35 +31,16 @@ class Backend:
     packed_value, segments, *, softmax_scale, softcap, tail, tail_mask)`` and ``replay/<name>.py`` with
     ``replay_attention(query, own_key, own_value, context_key, context_value, options)``, given what
     :mod:`kvzip_press.kernels.api` has validated. The specification alone has both in ``reference.py``.
-
-    Parameters
-    ----------
-    dtypes : tuple[torch.dtype, ...]
-        Of queries and of packed pairs (for quantised ones: of what was quantised).
-    device : str, optional
-        Type of the device; any by default.
-    capability : tuple[int, int], optional
-        Lowest compute capability.
-    replays : bool
-        Whether there is a replay; a backend may only decode.
-    quantized : bool
-        Whether quantised pairs are read.
-    quantized_dims : callable, optional
-        Which head sizes quantised pairs may have; any by default.
-    max_head_dim : int, optional
-        Largest head size, of keys and of values.
-    package, extra : str, optional
-        What must be installed, and the extra of kvzip-press that installs it.
     """
 
-    dtypes: tuple[torch.dtype, ...] = _FLOATS
-    device: str | None = None
-    capability: tuple[int, int] | None = None
-    replays: bool = True
-    quantized: bool = True
-    quantized_dims: Callable[[int], bool] | None = None
-    max_head_dim: int | None = None
-    package: str | None = None
+    dtypes: tuple[torch.dtype, ...] = _FLOATS  # of queries and of packed pairs (quantised ones: of what was quantised)
+    device: str | None = None  # type of the device; None for any
+    capability: tuple[int, int] | None = None  # lowest compute capability of a GPU
+    replays: bool = True  # whether there is a replay; a backend may only decode
+    quantized: bool = True  # whether quantised pairs are read
+    quantized_dims: Callable[[int], bool] | None = None  # which head sizes quantised pairs may have; None for any
+    max_head_dim: int | None = None  # of keys and of values
+    package: str | None = None  # what must be installed, and the extra of kvzip-press that installs it
     extra: str | None = None
 
     def unsupported(

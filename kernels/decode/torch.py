@@ -86,16 +86,7 @@ def merge_tail(
     softmax_scale: float,
     softcap: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """
-    Merge attention over the context with that over the dense tail: for decode modules whose kernel reads no tail.
-
-    Parameters
-    ----------
-    out, lse : torch.Tensor
-        Attention over the context, shape (batch_size, num_heads, q_len, head_dim) and (batch_size, num_heads, q_len).
-    query, tail, tail_mask, softmax_scale, softcap
-        As given to :func:`kvzip_press.kernels.api.decode_attention`.
-    """
+    """Add the dense tail to attention over the context, for decode modules whose kernel reads none."""
     if tail is None:
         return out, lse
     key, value = tail

@@ -16,37 +16,16 @@ _MIN_BLOCK_ROWS = 16
 
 @dataclass(frozen=True)
 class Columns:
-    """
-    The gathered columns of one replay, and what their scores are made of.
+    """The gathered columns of one replay, and what their scores are made of."""
 
-    Parameters
-    ----------
-    members : int
-        Query heads, over all rows of the batch.
-    anchor, first_own : int
-        The scored columns are ``[anchor, first_own)``; the replayed tokens' own follow.
-    reduction : str
-        See :class:`kvzip_press.kernels.options.ReplayOptions`.
-    softcap : float, optional
-        ``softcap * tanh(logits / softcap)`` replaces the logits.
-    first_visible : torch.Tensor, optional
-        First column that each replayed token sees, shape (q_len,), int64.
-    row_weight : torch.Tensor, optional
-        Factor of each replayed token's weights, contiguous, in ``dtype``, shape (batch_size, q_len).
-    dtype : torch.dtype
-        Of logits, weights and scores.
-    device : torch.device
-        Where they are.
-    """
-
-    members: int
+    members: int  # query heads, over all rows of the batch
     anchor: int
-    first_own: int
+    first_own: int  # the scored columns are [anchor, first_own); the replayed tokens' own follow
     reduction: str
     softcap: float | None
-    first_visible: torch.Tensor | None
-    row_weight: torch.Tensor | None
-    dtype: torch.dtype
+    first_visible: torch.Tensor | None  # first column that each replayed token sees: [q_len], int64
+    row_weight: torch.Tensor | None  # of each replayed token: [batch_size, q_len], contiguous, in dtype
+    dtype: torch.dtype  # of logits, weights and scores
     device: torch.device
 
 
@@ -62,7 +41,7 @@ class ColumnScores(Protocol):
 
     def visit(self, logits: torch.Tensor, first_row: int, lse: torch.Tensor | None) -> torch.Tensor:
         """
-        Take a block of rows into account.
+        Take a block of rows into account, and return their softmax weights in the shape of ``logits``.
 
         Parameters
         ----------
@@ -73,11 +52,6 @@ class ColumnScores(Protocol):
             Index of the first query among the replayed tokens.
         lse : torch.Tensor, optional
             Receives the log-sum-exp of each row, contiguous, shape (members, rows).
-
-        Returns
-        -------
-        torch.Tensor
-            The softmax weights in the shape of ``logits``.
         """
         ...
 

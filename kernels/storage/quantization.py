@@ -77,9 +77,6 @@ class _Codes:
     def _changed(self, change: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
         return {name: change(getattr(self, name)) for name in ("codes", "scale", "minimum")}
 
-    def _numbers(self, span: slice, dtype: torch.dtype) -> torch.Tensor:
-        return unpack_codes(self.codes[span], self.bits).to(dtype)
-
 
 C = TypeVar("C", bound=_Codes)
 
@@ -116,7 +113,7 @@ class QuantizedKeys(_Codes):
     def dequantize_segment(self, segments: Segments, index: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The keys of one segment as numbers, shape (n, head_dim)."""
         first, last = segments.bounds[index : index + 2]
-        numbers = self._numbers(slice(first, last), dtype)
+        numbers = unpack_codes(self.codes[first:last], self.bits).to(dtype)
         block = int(self.block_offsets[index])
         whole, rest = divmod(last - first, KEY_BLOCK)
         scale, minimum = (part[block : block + whole + 1].to(dtype).unsqueeze(1) for part in (self.scale, self.minimum))
@@ -149,14 +146,14 @@ class QuantizedValues(_Codes):
 
     def dequantize_segment(self, segments: Segments, index: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The values of one segment as numbers, shape (n, head_dim)."""
-        return self._dequantize(slice(*segments.bounds[index : index + 2]), dtype)
+        return self._numbers(slice(*segments.bounds[index : index + 2]), dtype)
 
     def dequantize(self, segments: Segments | None = None) -> torch.Tensor:
         """The values as numbers, float32, shape (total, head_dim)."""
-        return self._dequantize(slice(None), torch.float32)
+        return self._numbers(slice(None), torch.float32)
 
-    def _dequantize(self, span: slice, dtype: torch.dtype) -> torch.Tensor:
-        numbers = self._numbers(span, dtype)
+    def _numbers(self, span: slice, dtype: torch.dtype) -> torch.Tensor:
+        numbers = unpack_codes(self.codes[span], self.bits).to(dtype)
         groups = self.scale.shape[1]
         scale, minimum = (part[span].to(dtype).unsqueeze(-1) for part in (self.scale, self.minimum))
         numbers.view(len(numbers), groups, self.head_dim // groups).mul_(scale).add_(minimum)
@@ -169,20 +166,10 @@ PackedValues: TypeAlias = torch.Tensor | QuantizedValues
 
 def pack_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
     """
-    Codes as they are stored.
+    Codes (total, head_dim), each below ``2 ** bits``, as they are stored: uint8, (total, head_dim * bits // 8).
 
-    Parameters
-    ----------
-    codes : torch.Tensor
-        uint8, shape (total, head_dim), each below ``2 ** bits``.
-    bits : int
-        8 or 4. In 4 bits, byte ``j`` holds channel ``j`` in its low half and ``j + head_dim // 2`` in its high half, so
-        that both halves unpack to contiguous channels.
-
-    Returns
-    -------
-    torch.Tensor
-        uint8, shape (total, head_dim * bits // 8).
+    In 4 bits, byte ``j`` holds channel ``j`` in its low half and ``j + head_dim // 2`` in its high half, so that both
+    halves unpack to contiguous channels.
     """
     if bits == 8:
         return codes.contiguous()

@@ -99,17 +99,9 @@ class Segments:
 
     def block_offsets(self, block: int) -> torch.Tensor:
         """
-        Index of each segment's first block when every segment is cut into blocks of its own.
+        Index of each segment's first block when every segment is cut into blocks of its own, of ``block`` pairs.
 
-        Parameters
-        ----------
-        block : int
-            Pairs a block; the last block of a segment may hold fewer.
-
-        Returns
-        -------
-        torch.Tensor
-            Shape (num_segments + 1,), int64, on the CPU.
+        Shape (num_segments + 1,), int64, on the CPU; the last block of a segment may hold fewer pairs.
         """
         blocks = (self.lengths + block - 1) // block
         return torch.cat([blocks.new_zeros(1), blocks.cumsum(0)])
