@@ -49,8 +49,8 @@ class Segments:
     @classmethod
     def from_lengths(cls, lengths: torch.Tensor) -> Segments:
         """Segments of the given lengths, shape (num_segments,), integers."""
-        lengths = lengths.to(device="cpu", dtype=torch.int64)
-        return cls(torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]))
+        ends = lengths.to(device="cpu", dtype=torch.int64).cumsum(0)
+        return cls(torch.nn.functional.pad(ends, (1, 0)))
 
     def __len__(self) -> int:
         return self._num_segments
@@ -103,8 +103,7 @@ class Segments:
 
         Shape (num_segments + 1,), int64, on the CPU; the last block of a segment may hold fewer pairs.
         """
-        blocks = (self.lengths + block - 1) // block
-        return torch.cat([blocks.new_zeros(1), blocks.cumsum(0)])
+        return Segments.from_lengths((self.lengths + block - 1) // block).cu_seqlens
 
     def derived(self, key: Hashable, make: Callable[[], T]) -> T:
         """What ``make`` returned at the first call with this ``key``: a kernel's own plan of the segments."""
