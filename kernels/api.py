@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from .backends import BACKENDS, REPLAY_BACKENDS, check_backend, decode_module, replay_module
 from .decode.torch import accumulation_dtype
 from .merge import merge_lse
-from .options import REDUCTIONS, ReplayOptions
+from .options import REDUCTIONS, ReplayOptions, check_softcap
 from .storage.quantization import PackedKeys, PackedValues, QuantizedKeys, QuantizedValues
 from .storage.segments import Segments
 
@@ -77,15 +75,15 @@ def decode_attention(
         If what the named backend needs is not installed.
     """
     segments = cu_seqlens if isinstance(cu_seqlens, Segments) else Segments(cu_seqlens)
-    _check_query(query.shape, softcap)
-    head_dim, value_dim, dtype, device = query.shape[-1], packed_value.shape[-1], packed_key.dtype, query.device
-    _check_packed(query.shape, device, packed_key, packed_value, segments)
+    check_softcap(softcap)
+    shape, device = query.shape, query.device
+    _check_query(shape)
+    _check_packed(shape, device, packed_key, packed_value, segments)
     if tail is not None:
-        _check_tail(query.shape, device, dtype, value_dim, len(segments), tail)
-        if tail_mask is not None:
-            _check_tail_mask(query.shape, device, tail[0].shape[2], tail_mask)
+        _check_tail(shape, device, packed_key.dtype, packed_value.shape[1], len(segments), tail, tail_mask)
     quantized = isinstance(packed_key, QuantizedKeys) or isinstance(packed_value, QuantizedValues)
-    module = decode_module(backend, device, query.dtype, dtype, max(head_dim, value_dim), quantized)
+    wide = max(shape[-1], packed_value.shape[1])
+    module = decode_module(backend, device, query.dtype, packed_key.dtype, wide, quantized)
     out, lse = module.decode_attention(
         query,
         packed_key,
@@ -96,24 +94,28 @@ def decode_attention(
         tail=tail,
         tail_mask=tail_mask,
     )
-    wide = accumulation_dtype(query.dtype)
+    dtype = accumulation_dtype(query.dtype)
     # The reference answers in float64
-    return (out, lse) if out.dtype == wide else (out.to(wide), lse.to(wide))
+    return (out, lse) if out.dtype == dtype else (out.to(dtype), lse.to(dtype))
 
 
-def _check_query(shape: torch.Size, softcap: float | None) -> None:
+def _check_query(shape: torch.Size) -> None:
     if len(shape) != 4 or 0 in shape:
         raise ValueError(
             f"query must have shape (batch_size, num_heads, q_len, head_dim), none of them 0; got {tuple(shape)}"
         )
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"softcap must be positive, or None for no soft-cap; got {softcap}")
 
 
-def _check_kind(name: str, packed: Any, quantized: type) -> None:
-    # Kernels read quantised pairs by address: keys in the place of values would be read beyond their end
-    if not isinstance(packed, quantized) and not isinstance(packed, torch.Tensor):
-        raise ValueError(f"{name} must be a tensor or {quantized.__name__}, got {type(packed).__name__}")
+def _check_tensor(
+    name: str, tensor: torch.Tensor, shape: tuple[int, ...], device: torch.device, dtype: torch.dtype | None
+) -> None:
+    """``dtype`` None stands for any floating-point type."""
+    of_type = tensor.dtype == dtype if dtype is not None else tensor.is_floating_point()
+    if tensor.shape != shape or not of_type or tensor.device != device:
+        raise ValueError(
+            f"{name} must have shape {shape} and be {dtype or 'of a floating-point type'} on {device}; "
+            f"got {tuple(tensor.shape)}, {tensor.dtype} on {tensor.device}"
+        )
 
 
 def _check_packed(
@@ -123,26 +125,32 @@ def _check_packed(
     packed_value: PackedValues,
     segments: Segments,
 ) -> None:
-    _check_kind("packed_key", packed_key, QuantizedKeys)
-    _check_kind("packed_value", packed_value, QuantizedValues)
+    for name, packed, quantized in (
+        ("packed_key", packed_key, QuantizedKeys),
+        ("packed_value", packed_value, QuantizedValues),
+    ):
+        # Kernels read quantised pairs by address: keys in the place of values would be read beyond their end
+        if not isinstance(packed, (quantized, torch.Tensor)):
+            raise ValueError(f"{name} must be a tensor or {quantized.__name__}, got {type(packed).__name__}")
+        if len(packed.shape) != 2:
+            raise ValueError(f"{name} must have shape (total, head_dim), got {tuple(packed.shape)}")
     batch_size, num_heads, _, head_dim = query_shape
     num_segments = len(segments)
-    if not batch_size or num_segments % batch_size or num_heads % (num_segments // batch_size):
+    if num_segments % batch_size or num_heads % (num_segments // batch_size):
         raise ValueError(
             f"cu_seqlens describes {num_segments} segments, which don't divide {batch_size} rows x {num_heads} heads"
         )
-    total, key_dim = packed_key.shape
-    if key_dim != head_dim:
-        raise ValueError(f"query has head_dim {head_dim}, packed_key {key_dim}")
-    if not total == len(packed_value) == segments.total:
+    if packed_key.shape[1] != head_dim:
+        raise ValueError(f"query has head_dim {head_dim}, packed_key {packed_key.shape[1]}")
+    if not len(packed_key) == len(packed_value) == segments.total:
         raise ValueError(
-            f"packed_key ({total}), packed_value ({len(packed_value)}) and cu_seqlens ({segments.total})"
-            " disagree on the number of pairs"
+            f"packed_key ({len(packed_key)}), packed_value ({len(packed_value)}) and cu_seqlens ({segments.total}) "
+            "disagree on the number of pairs"
         )
-    if isinstance(packed_key, QuantizedKeys) and len(packed_key.block_offsets) != num_segments + 1:
+    if isinstance(packed_key, QuantizedKeys) and not segments.has_bounds(packed_key.cu_seqlens):
         raise ValueError(
-            f"packed_key was quantised in {len(packed_key.block_offsets) - 1} segments, cu_seqlens describes "
-            f"{num_segments}; quantise with the segments that are attended to"
+            f"packed_key was quantised in segments of {packed_key.cu_seqlens.diff().tolist()} pairs, cu_seqlens "
+            f"describes {segments.lengths.tolist()}; quantise with the segments that are attended to"
         )
     if packed_key.dtype != packed_value.dtype or not packed_key.device == packed_value.device == device:
         raise ValueError(
@@ -158,24 +166,15 @@ def _check_tail(
     value_dim: int,
     num_segments: int,
     tail: tuple[torch.Tensor, torch.Tensor],
+    tail_mask: torch.Tensor | None,
 ) -> None:
-    key, value = tail
-    key_shape, batch_size = key.shape, query_shape[0]
-    leading = (batch_size, num_segments // batch_size, key_shape[2])
-    if key_shape != (*leading, query_shape[-1]) or value.shape != (*leading, value_dim):
-        raise ValueError(
-            f"the tail's keys have shape {tuple(key_shape)}, its values {tuple(value.shape)}; expected "
-            f"{(*leading, query_shape[-1])} and {(*leading, value_dim)}"
-        )
-    if not key.dtype == value.dtype == dtype or not key.device == value.device == device:
-        raise ValueError(
-            f"the tail is {key.dtype} and {value.dtype} on {key.device} and {value.device}, the context {dtype} on "
-            f"{device}; they must agree"
-        )
-
-
-def _check_tail_mask(query_shape: torch.Size, device: torch.device, tail_len: int, tail_mask: torch.Tensor) -> None:
-    full, shape = (*query_shape[:3], tail_len), tail_mask.shape
+    batch_size, _, _, head_dim = query_shape
+    leading = (batch_size, num_segments // batch_size, *tail[0].shape[2:3])
+    _check_tensor("the tail's key", tail[0], (*leading, head_dim), device, dtype)
+    _check_tensor("the tail's value", tail[1], (*leading, value_dim), device, dtype)
+    if tail_mask is None:
+        return
+    full, shape = (*query_shape[:3], leading[2]), tail_mask.shape
     fits = len(shape) == 4 and all(size in (1, whole) for size, whole in zip(shape, full, strict=True))
     if tail_mask.dtype != torch.bool or tail_mask.device != device or not fits:
         raise ValueError(
@@ -228,17 +227,46 @@ def replay_attention(
     ImportError
         If what the named backend needs is not installed.
     """
-    _check_query(query.shape, options.softcap)
-    _check_replay(context_key, options.anchor, options.start, options.end, options.reduction)
-    module = replay_module(backend, query.device, query.dtype, query.shape[-1])
-    out, scores = module.replay_attention(query, own_key, own_value, context_key, context_value, **vars(options))
+    tensors = (query, own_key, own_value, context_key, context_value)
+    _check_query(query.shape)
+    _check_replay(*tensors, options)
+    module = replay_module(backend, query.device, query.dtype, max(query.shape[-1], own_value.shape[-1]))
+    # Backends go by strides, but take the channels of a row to lie side by side
+    rows = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in tensors)
+    out, scores = module.replay_attention(*rows, options)
     dtype = accumulation_dtype(query.dtype)
     return out.to(dtype), scores.to(dtype)
 
 
-def _check_replay(context_key: torch.Tensor, anchor: int, start: int, end: int, reduction: str) -> None:
-    context_len = context_key.shape[2]
-    if not 0 <= anchor <= start <= end <= context_len:
-        raise ValueError(f"need 0 <= anchor <= start <= end <= {context_len}, got {anchor}, {start}, {end}")
-    if reduction not in REDUCTIONS:
-        raise ValueError(f"reduction must be one of {', '.join(REDUCTIONS)}, got {reduction!r}")
+def _check_replay(
+    query: torch.Tensor,
+    own_key: torch.Tensor,
+    own_value: torch.Tensor,
+    context_key: torch.Tensor,
+    context_value: torch.Tensor,
+    options: ReplayOptions,
+) -> None:
+    batch_size, num_heads, q_len, head_dim = query.shape
+    if context_key.ndim != 4 or not context_key.shape[1] or num_heads % context_key.shape[1]:
+        raise ValueError(
+            "context_key must have shape (batch_size, num_kv_heads, context_len, head_dim), num_kv_heads dividing "
+            f"{num_heads} heads; got {tuple(context_key.shape)}"
+        )
+    num_kv_heads, context_len = context_key.shape[1:3]
+    if options.end > context_len:
+        raise ValueError(f"the chunk ends at column {options.end}, the context has {context_len}")
+    rows, dims = (batch_size, num_kv_heads), own_value.shape[-1:]
+    for name, tensor, shape in (
+        ("own_key", own_key, (*rows, q_len, head_dim)),
+        ("own_value", own_value, (*rows, q_len, *dims)),
+        ("context_key", context_key, (*rows, context_len, head_dim)),
+        ("context_value", context_value, (*rows, context_len, *dims)),
+    ):
+        _check_tensor(name, tensor, shape, query.device, query.dtype)
+    group, chunk = num_heads // num_kv_heads, options.end - options.start
+    for name, weight, shape in (
+        ("row_weight", options.row_weight, (batch_size, q_len)),
+        ("column_weight", options.column_weight, (*rows, group, chunk)),
+    ):
+        if weight is not None:
+            _check_tensor(name, weight, shape, query.device, None)

@@ -1,4 +1,4 @@
-"""The kernel backends, a line each. What a backend is made of is imported when it first runs."""
+"""The kernel backends, a line each: what each takes, and which one ``auto`` chooses. Imported when they first run."""
 
 from __future__ import annotations
 
@@ -25,52 +25,35 @@ _ALL = (torch.float64, *_FLOATS)
 @dataclass(frozen=True)
 class Backend:
     """
-    Where the kernels of a backend are, and what they take.
+    What a backend takes.
 
-    Parameters
-    ----------
-    decode : str
-        Module of this package with ``decode_attention(query, packed_key, packed_value, segments, *, softmax_scale,
-        softcap, tail, tail_mask)``, as :func:`kvzip_press.kernels.api.decode_attention` has validated them.
-    replay : str, optional
-        Module with ``replay_attention`` and ``replay_scores``, likewise; None if the backend only decodes.
-    dtypes : tuple[torch.dtype, ...]
-        Of queries and of packed pairs (for quantised ones: of what was quantised).
-    device : str, optional
-        Type of the device; any by default.
-    capability : tuple[int, int], optional
-        Lowest compute capability.
-    quantized : bool
-        Whether quantised pairs are read.
-    quantized_dims : callable, optional
-        Which head sizes quantised pairs may have; any by default.
-    max_head_dim : int, optional
-        Largest head size, of keys and of values.
-    package, extra : str, optional
-        What must be installed, and the extra of kvzip-press that installs it.
+    Its kernels are in the modules of its name: ``decode/<name>.py`` with ``decode_attention(query, packed_key,
+    packed_value, segments, *, softmax_scale, softcap, tail, tail_mask)`` and ``replay/<name>.py`` with
+    ``replay_attention(query, own_key, own_value, context_key, context_value, options)``, given what
+    :mod:`kvzip_press.kernels.api` has validated. The specification alone has both in ``reference.py``.
     """
 
-    decode: str
-    replay: str | None
-    dtypes: tuple[torch.dtype, ...] = _FLOATS
-    device: str | None = None
-    capability: tuple[int, int] | None = None
-    quantized: bool = True
-    quantized_dims: Callable[[int], bool] | None = None
-    max_head_dim: int | None = None
-    package: str | None = None
+    dtypes: tuple[torch.dtype, ...] = _FLOATS  # of queries and of packed pairs (quantised ones: of what was quantised)
+    device: str | None = None  # type of the device; None for any
+    capability: tuple[int, int] | None = None  # lowest compute capability of a GPU
+    replays: bool = True  # whether there is a replay; a backend may only decode
+    quantized: bool = True  # whether quantised pairs are read
+    quantized_dims: Callable[[int], bool] | None = None  # which head sizes quantised pairs may have; None for any
+    max_head_dim: int | None = None  # of keys and of values
+    package: str | None = None  # what must be installed, and the extra of kvzip-press that installs it
     extra: str | None = None
 
     def unsupported(
         self, device: torch.device, dtypes: tuple[torch.dtype, ...], head_dim: int, quantized: bool = False
     ) -> str | None:
         """Why this backend can't take an input, None if it can; whether it is installed is another question."""
-        on_cpu = self.device == "cpu" or (self.package == "triton" and os.environ.get("TRITON_INTERPRET") == "1")
-        if self.device not in (None, device.type) and not (on_cpu and device.type == "cpu"):
-            return f"runs on {_place(self.device)} only, got tensors on {device}"
+        interpreted = self.package == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
+        if self.device not in (None, device.type) and not (interpreted and device.type == "cpu"):
+            place = {"cpu": "the CPU", "cuda": "CUDA GPUs"}[self.device]
+            return f"runs on {place} only, got tensors on {device}"
         if not set(dtypes) <= set(self.dtypes):
-            names = ", ".join(_name(dtype) for dtype in self.dtypes)
-            return f"takes {names}, got {' and '.join(_name(dtype) for dtype in dict.fromkeys(dtypes))}"
+            names = ", ".join(map(_name, self.dtypes))
+            return f"takes {names}, got {' and '.join(map(_name, dict.fromkeys(dtypes)))}"
         if quantized and not self.quantized:
             return "reads no quantised keys and values"
         if quantized and self.quantized_dims is not None and not self.quantized_dims(head_dim):
@@ -78,9 +61,9 @@ class Backend:
         if self.max_head_dim is not None and head_dim > self.max_head_dim:
             return f"takes a head_dim of at most {self.max_head_dim}, got {head_dim}"
         if self.capability is not None and device.type == "cuda":
-            capability = torch.cuda.get_device_capability(device)
-            if capability < self.capability:
-                return f"needs compute capability {_version(self.capability)}, {device} has {_version(capability)}"
+            needed, found = self.capability, torch.cuda.get_device_capability(device)
+            if found < needed:
+                return "needs compute capability {}.{}, {} has {}.{}".format(*needed, device, *found)
         return None
 
     @property
@@ -89,16 +72,8 @@ class Backend:
         return self.package is None or importlib.util.find_spec(self.package) is not None
 
 
-def _place(device: str) -> str:
-    return {"cpu": "the CPU", "cuda": "CUDA GPUs"}[device]
-
-
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _version(capability: tuple[int, int]) -> str:
-    return ".".join(map(str, capability))
 
 
 def _in_whole_words(head_dim: int) -> bool:
@@ -107,20 +82,20 @@ def _in_whole_words(head_dim: int) -> bool:
 
 
 REGISTRY = {
-    "reference": Backend("reference", "reference", _ALL),
-    "torch": Backend("decode.torch", "replay.torch", _ALL),
-    "cpu": Backend("decode.cpu", "replay.cpu", device="cpu"),
+    "reference": Backend(_ALL),
+    "torch": Backend(_ALL),
+    "cpu": Backend(device="cpu"),
     "triton": Backend(
-        "decode.triton", "replay.triton", device="cuda", capability=(8, 0), quantized_dims=_in_whole_words,
-        max_head_dim=256, package="triton", extra="gpu",
+        device="cuda", capability=(8, 0), quantized_dims=_in_whole_words, max_head_dim=256, package="triton",
+        extra="gpu",
     ),
     "flash": Backend(
-        "decode.flash", None, _HALVES, device="cuda", capability=(8, 0), quantized=False, max_head_dim=256,
+        _HALVES, device="cuda", capability=(8, 0), replays=False, quantized=False, max_head_dim=256,
         package="flash_attn", extra="flash-attn",
     ),
 }  # fmt: skip
 BACKENDS = ("auto", *REGISTRY)
-REPLAY_BACKENDS = ("auto", *(name for name, backend in REGISTRY.items() if backend.replay is not None))
+REPLAY_BACKENDS = ("auto", *(name for name, backend in REGISTRY.items() if backend.replays))
 _FASTEST = {"cpu": "cpu", "cuda": "triton"}
 
 
@@ -145,11 +120,17 @@ def _choose(device: torch.device, dtypes: tuple[torch.dtype, ...], head_dim: int
     return choice
 
 
-def _resolve(
-    backend: str, device: torch.device, dtypes: tuple[torch.dtype, ...], head_dim: int, quantized: bool = False
-) -> Backend:
+def _module(
+    operation: str,
+    backend: str,
+    device: torch.device,
+    dtypes: tuple[torch.dtype, ...],
+    head_dim: int,
+    quantized: bool = False,
+) -> ModuleType:
     check_backend(backend)
-    found = REGISTRY[_choose(device, dtypes, head_dim, quantized) if backend == "auto" else backend]
+    name = _choose(device, dtypes, head_dim, quantized) if backend == "auto" else backend
+    found = REGISTRY[name]
     reason = found.unsupported(device, dtypes, head_dim, quantized)
     if reason is not None:
         remedy = "" if backend == "auto" else "; use backend='auto' or 'torch'"
@@ -162,7 +143,7 @@ def _resolve(
                 f"backend {backend!r} needs {found.package}, which can't be imported ({error}); "
                 f"run `pip install \"kvzip-press[{found.extra}]\"` or use backend='auto'"
             ) from error
-    return found
+    return importlib.import_module(".reference" if name == "reference" else f".{operation}.{name}", __package__)
 
 
 @lru_cache(maxsize=256)
@@ -184,16 +165,12 @@ def decode_module(
     ImportError
         If what the named backend needs is not installed.
     """
-    found = _resolve(backend, device, (query_dtype, packed_dtype), head_dim, quantized)
-    return importlib.import_module(f".{found.decode}", __package__)
+    return _module("decode", backend, device, (query_dtype, packed_dtype), head_dim, quantized)
 
 
 @lru_cache(maxsize=64)
 def replay_module(backend: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> ModuleType:
-    """The module whose ``replay_attention`` and ``replay_scores`` run such an input; see :func:`decode_module`."""
-    check_backend(backend)
-    if backend not in REPLAY_BACKENDS:
+    """The module whose ``replay_attention`` runs such an input; see :func:`decode_module`."""
+    if backend in REGISTRY and not REGISTRY[backend].replays:
         raise ValueError(f"backend {backend!r} only decodes; replay with one of {', '.join(REPLAY_BACKENDS)}")
-    found = _resolve(backend, device, (dtype,), head_dim)
-    assert found.replay is not None
-    return importlib.import_module(f".{found.replay}", __package__)
+    return _module("replay", backend, device, (dtype,), head_dim)

@@ -33,9 +33,14 @@ class ReplayOptions:
         logits.
     row_weight : torch.Tensor, optional
         Factor of each replayed token's weights before the reduction, shape (batch_size, q_len); with ``"max"`` not
-        negative.
+        negative (not checked: a GPU would have to be waited for).
     column_weight : torch.Tensor, optional
         Non-negative factor of each pair, shape (batch_size, num_kv_heads, group, end - start).
+
+    Raises
+    ------
+    ValueError
+        If columns, soft-cap or window are out of range, or there is no such reduction.
     """
 
     anchor: int
@@ -48,3 +53,18 @@ class ReplayOptions:
     reduction: str = "max"
     row_weight: torch.Tensor | None = None
     column_weight: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.anchor <= self.start <= self.end:
+            raise ValueError(f"need 0 <= anchor <= start <= end, got {self.anchor}, {self.start}, {self.end}")
+        check_softcap(self.softcap)
+        if self.window is not None and self.window < 1:
+            raise ValueError(f"window must be at least 1, or None for no window; got {self.window}")
+        if self.reduction not in REDUCTIONS:
+            raise ValueError(f"reduction must be one of {', '.join(REDUCTIONS)}, got {self.reduction!r}")
+
+
+def check_softcap(softcap: float | None) -> None:
+    """Raise ``ValueError`` unless ``softcap`` is None or positive."""
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"softcap must be positive, or None for no soft-cap; got {softcap}")

@@ -6,7 +6,7 @@ import itertools
 
 import torch
 
-from kvzip_press.kernels.storage.quantization import QuantizedKeys, QuantizedValues
+from kvzip_press.kernels.storage.quantization import QuantizedKeys, QuantizedValues, quantize_keys, quantize_values
 from kvzip_press.kernels.storage.segments import Segments
 
 
@@ -29,18 +29,16 @@ def stored_numbers(packed: torch.Tensor | QuantizedKeys | QuantizedValues, lengt
     codes, scale, minimum = packed.codes.tolist(), packed.scale.tolist(), packed.minimum.tolist()
     token, block = 0, 0
     for length in lengths:
-        for within in range(length):
-            for channel in range(packed.head_dim):
-                if packed.bits == 8:
-                    code = codes[token][channel]
-                else:
-                    code = codes[token][channel % half] // (1 if channel < half else 16) % 16
-                if isinstance(packed, QuantizedKeys):
-                    row, column = block + within // 64, channel
-                else:
-                    row, column = token, channel * len(scale[token]) // packed.head_dim
-                numbers[token, channel] = code * scale[row][column] + minimum[row][column]
-            token += 1
+        for within, channel in itertools.product(range(length), range(packed.head_dim)):
+            code = codes[token + within][channel if packed.bits == 8 else channel % half]
+            if packed.bits == 4:
+                code = code // (1 if channel < half else 16) % 16
+            if isinstance(packed, QuantizedKeys):
+                row, column = block + within // 64, channel
+            else:
+                row, column = token + within, channel * len(scale[token]) // packed.head_dim
+            numbers[token + within, channel] = code * scale[row][column] + minimum[row][column]
+        token += length
         block += -(-length // 64)
     return numbers
 
@@ -73,10 +71,25 @@ def expected_decode(query, key, value, lengths, softmax_scale, softcap=None, tai
     return out, lse
 
 
-def quantized(key, value, lengths, bits):
-    """Both in ``bits`` bits; as they are for 16 and more."""
-    from kvzip_press.kernels.storage.quantization import quantize_keys, quantize_values
+def quantized(key, value, lengths, bits, value_bits=None):
+    """Both in ``bits`` bits, or values in bits of their own; as they are for 16 and more."""
+    value_bits = value_bits or bits
+    return (
+        key if bits >= 16 else quantize_keys(key, Segments(bounds(lengths)), bits),
+        value if value_bits >= 16 else quantize_values(value, value_bits),
+    )
 
-    if bits >= 16:
-        return key, value
-    return quantize_keys(key, Segments(bounds(lengths)), bits), quantize_values(value, bits)
+
+def pairs_of(lengths, head_dim, bits=32, dtype=torch.float32):
+    """Normally distributed keys and values of segments of these lengths."""
+    key, value = (randn(sum(lengths), head_dim, seed=seed, dtype=dtype) for seed in (1, 2))
+    return quantized(key, value, lengths, bits)
+
+
+def assert_attended(result, query, packed, lengths, softmax_scale, bound, **options):
+    """Output and log-sum-exp are those of the attention written out in float64, exactly so where no key is seen."""
+    expected = expected_decode(query, *packed, lengths, softmax_scale, **options)
+    unseen = expected[1] == -torch.inf
+    assert (result[0][unseen] == 0).all() and (result[1][unseen] == -torch.inf).all()
+    torch.testing.assert_close(result[0].double(), expected[0], atol=bound, rtol=1e-4)
+    torch.testing.assert_close(result[1].double(), expected[1], atol=min(10 * bound, 1e-5), rtol=1e-5)

@@ -156,8 +156,8 @@ def test_working_memory_does_not_grow_with_the_context(monkeypatch):
     assert 0 < sum(sizes) <= 1.01 * at_short
 
 
-def test_column_scores_need_no_weights_to_find_the_maximum():
-    """The maximum in the log domain and that of the written weights agree with float64."""
+def test_column_scores_of_the_maximum():
+    """Weights, their maximum over rows and the log-sum-exp agree with float64, with and without factors of the rows."""
     generator = torch.Generator().manual_seed(0)
     logits = 4 * torch.randn(6, 9, 5 + 40 + 9, generator=generator)
     row_weight = torch.rand(2, 9, generator=generator)
@@ -165,8 +165,8 @@ def test_column_scores_need_no_weights_to_find_the_maximum():
     weights = logits.double().masked_fill(future, -torch.inf).softmax(-1)
     truth = (weights[..., 5:45] * row_weight.double().repeat_interleave(3, 0).unsqueeze(-1)).amax(1)
     plain_truth = weights[..., 5:45].amax(1)
-    for with_weights, factor in itertools.product((False, True), (None, row_weight)):
-        columns = Columns(6, 5, 45, "max", with_weights, None, None, factor, torch.float32, torch.device("cpu"))
+    for factor in (None, row_weight):
+        columns = Columns(6, 5, 45, "max", None, None, factor, torch.float32, torch.device("cpu"))
         scores = cpu_softmax.CpuColumnScores(columns)
         lse = torch.empty(6, 9)
         visited = scores.visit(logits.clone(), 0, lse)
@@ -175,21 +175,20 @@ def test_column_scores_need_no_weights_to_find_the_maximum():
         torch.testing.assert_close(
             lse.double(), logits.double().masked_fill(future, -torch.inf).logsumexp(-1), atol=1e-5, rtol=1e-5
         )
-        if with_weights:
-            torch.testing.assert_close(visited.double(), weights, atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(visited.double(), weights, atol=1e-6, rtol=1e-5)
 
 
 PEAK = """
 import sys, torch
-from kvzip_press.kernels.api import replay_scores
+from kvzip_press.kernels.api import ReplayOptions, replay_attention
 torch.set_num_threads(2)
 heads, group, head_dim, chunk, q_len = 3, 3, 64, 2048, 2078
 query = torch.randn(1, heads * group, q_len, head_dim)
 own, context = torch.randn(1, heads, q_len, head_dim), torch.randn(1, heads, 2100, head_dim)
 
 def ours(rows):
-    columns = dict(anchor=26, start=26, end=26 + chunk)
-    replay_scores(query[:, :, :rows], own[:, :, :rows], context, **columns, softmax_scale=0.125)
+    options = ReplayOptions(anchor=26, start=26, end=26 + chunk, local=True, softmax_scale=0.125)
+    replay_attention(query[:, :, :rows], own[:, :, :rows], own[:, :, :rows], context, context, options)
 
 def materialised(rows):
     keys = torch.cat([context[:, :, : 26 + chunk], own[:, :, :rows]], 2)

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 import torch
-from attention_oracle import bounds, expected_decode, quantized, randn
+from attention_oracle import assert_attended, bounds, expected_decode, pairs_of, quantized, randn
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvzip_press.kernels import reference
-from kvzip_press.kernels.api import REDUCTIONS, decode_attention, replay_attention, replay_scores
+from kvzip_press.kernels.api import REDUCTIONS, ReplayOptions, decode_attention, replay_attention
 from kvzip_press.kernels.decode import torch as torch_decode
 from kvzip_press.kernels.decode.torch import dense_attention
 from kvzip_press.kernels.merge import merge_lse
 from kvzip_press.kernels.replay import cpu_softmax
 from kvzip_press.kernels.replay import torch as torch_replay
-from kvzip_press.kernels.storage.quantization import quantize_keys, quantize_values
 from kvzip_press.kernels.storage.segments import Segments
 
 # Largest error of an output that is a mean of values of size 1
@@ -40,21 +40,13 @@ RAGGED = {
 }
 
 
-def check_decode(backend, query, key, value, lengths, softmax_scale=None, **options):
-    """Compare a backend with an attention written out in float64; returns what it gave."""
-    scale = query.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    segments = Segments(bounds(lengths))
-    out, lse = decode_attention(query, key, value, segments, softmax_scale=scale, backend=backend, **options)
-    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
-    assert out.dtype == lse.dtype == wide
+def check_decode(backend, query, key, value, lengths, **options):
+    """Compare a backend with an attention written out in float64."""
+    scale = query.shape[-1] ** -0.5
+    out, lse = decode_attention(query, key, value, bounds(lengths), softmax_scale=scale, backend=backend, **options)
+    assert out.dtype == lse.dtype == (torch.float64 if query.dtype == torch.float64 else torch.float32)
     assert out.shape == (*query.shape[:3], value.shape[-1]) and lse.shape == query.shape[:3]
-    expected_out, expected_lse = expected_decode(query, key, value, lengths, scale, **options)
-    unseen = expected_lse == -torch.inf
-    assert (out[unseen] == 0).all() and (lse[unseen] == -torch.inf).all()
-    bound = BOUND[query.dtype]
-    torch.testing.assert_close(out.double(), expected_out, atol=bound, rtol=1e-4)
-    torch.testing.assert_close(lse.double(), expected_lse, atol=bound * 10, rtol=1e-5)
-    return out, lse
+    assert_attended((out, lse), query, (key, value), lengths, scale, BOUND[query.dtype], **options)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -63,9 +55,8 @@ def test_decode_over_head_sizes_and_formats(backend, head_dim):
     """Every backend, at the head sizes and in the formats that models have, stays within the error bound."""
     lengths = [0, 1, 300, 7, 129, 128]
     for dtype in DTYPES[backend]:
-        key, value = (randn(sum(lengths), head_dim, seed=seed, dtype=dtype) for seed in (1, 2))
         query = randn(2, 12, 1, head_dim, dtype=dtype)
-        check_decode(backend, query, key, value, lengths)
+        check_decode(backend, query, *pairs_of(lengths, head_dim, dtype=dtype), lengths)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -75,38 +66,22 @@ def test_decode_over_ragged_shapes_and_storages(backend, shape, bits):
     """Named ragged cases, plain and quantised, with a masked tail: the numbers that are stored are attended to."""
     batch_size, lengths = RAGGED[shape]
     num_kv_heads, dtype = len(lengths) // batch_size, torch.bfloat16
-    key, value = (randn(sum(lengths), 64, seed=seed, dtype=dtype) for seed in (1, 2))
+    packed = pairs_of(lengths, 64, bits, dtype)
     tail = tuple(randn(batch_size, num_kv_heads, 9, 64, seed=seed, dtype=dtype) for seed in (3, 4))
     query = randn(batch_size, num_kv_heads * 3, 2, 64, dtype=dtype)
     visible = torch.ones(2, 9, dtype=torch.bool).tril(7)[None, None]
-    key, value = quantized(key, value, lengths, bits)
-    check_decode(backend, query, key, value, lengths, tail=tail, tail_mask=visible)
-    check_decode(backend, query, key, value, lengths)
+    check_decode(backend, query, *packed, lengths, tail=tail, tail_mask=visible)
+    check_decode(backend, query, *packed, lengths)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize(("head_dim", "value_dim"), [(128, 128), (80, 80), (2, 2), (34, 192)])
+@pytest.mark.parametrize("bits", [(8, 8), (4, 4), (8, 4), (32, 4), (4, 32)])
+@pytest.mark.parametrize(("head_dim", "value_dim"), [(64, 64), (128, 128), (80, 80), (2, 2), (34, 192)])
 def test_decode_of_quantised_pairs_over_head_sizes(backend, bits, head_dim, value_dim):
-    """Value groups of 64 channels where they divide the head size, one group where not."""
+    """Value groups of 64 channels where they divide the head size, one group where not; values in bits of their own."""
     lengths = [70, 0, 5]
-    key, value = quantized(randn(75, head_dim, seed=1), randn(75, value_dim, seed=2), lengths, bits)
-    check_decode(backend, randn(1, 6, 1, head_dim), key, value, lengths)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_decode_of_keys_and_values_in_different_bits(backend):
-    """Keys and values are stored each in their own way."""
-    lengths = [70, 3]
-    key, value = randn(73, 64, seed=1), randn(73, 64, seed=2)
-    segments = Segments(bounds(lengths))
-    query = randn(1, 4, 1, 64)
-    for packed_key, packed_value in (
-        (quantize_keys(key, segments, 8), quantize_values(value, 4)),
-        (key, quantize_values(value, 4)),
-        (quantize_keys(key, segments, 4), value),
-    ):
-        check_decode(backend, query, packed_key, packed_value, lengths)
+    packed = quantized(randn(75, head_dim, seed=1), randn(75, value_dim, seed=2), lengths, *bits)
+    check_decode(backend, randn(1, 6, 1, head_dim), *packed, lengths)
 
 
 @settings(max_examples=80, deadline=None)
@@ -127,7 +102,6 @@ def test_decode_over_any_ragged_shape(backend, batch_size, num_kv_heads, group, 
     sizes = st.sampled_from([0, 0, 1, 2, 5, 127, 128, 129])
     lengths = data.draw(st.lists(sizes, min_size=segments, max_size=segments))
     dtype = torch.bfloat16 if bits == 16 else torch.float32
-    key, value = (randn(sum(lengths), head_dim, seed=seed, dtype=dtype) for seed in (1, 2))
     query = randn(batch_size, num_kv_heads * group, q_len, head_dim, dtype=dtype)
     tail = mask = None
     if tail_len is not None:
@@ -136,25 +110,18 @@ def test_decode_over_any_ragged_shape(backend, batch_size, num_kv_heads, group, 
         shape = tuple(data.draw(st.sampled_from([1, size])) for size in full)
         seen = torch.rand(shape, generator=torch.Generator().manual_seed(5)) < data.draw(st.sampled_from([0.0, 0.6]))
         mask = data.draw(st.sampled_from([None, seen]))
-    check_decode(backend, query, *quantized(key, value, lengths, bits), lengths, tail=tail, tail_mask=mask)
+    check_decode(backend, query, *pairs_of(lengths, head_dim, bits, dtype), lengths, tail=tail, tail_mask=mask)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_decode_with_values_of_another_size(backend):
-    """Keys and values need not have the same head size."""
-    key, value = randn(40, 16, seed=1), randn(40, 24, seed=2)
-    tail = randn(1, 2, 3, 16, seed=3), randn(1, 2, 3, 24, seed=4)
-    check_decode(backend, randn(1, 4, 2, 16), key, value, [15, 25], tail=tail)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_decode_with_a_softcap(backend):
-    """Logits are capped before the softmax, as in Gemma, of the context and of the tail."""
-    key, value = 3 * randn(40, 16, seed=1), randn(40, 16, seed=2)
-    tail = 3 * randn(1, 2, 3, 16, seed=3), randn(1, 2, 3, 16, seed=4)
-    for bits in (16, 4):
-        packed = quantized(key, value, [15, 25], bits)
-        check_decode(backend, 3 * randn(1, 4, 3, 16), *packed, [15, 25], softcap=5.0, tail=tail)
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("bits", [16, 4])
+def test_decode_with_a_softcap_and_values_of_another_size(backend, softcap, bits):
+    """Logits are capped before the softmax, as in Gemma, of context and tail; values need not have the keys' size."""
+    key, value = 3 * randn(40, 16, seed=1), randn(40, 24, seed=2)
+    tail = 3 * randn(1, 2, 3, 16, seed=3), randn(1, 2, 3, 24, seed=4)
+    packed = quantized(key, value, [15, 25], bits)
+    check_decode(backend, 3 * randn(1, 4, 3, 16), *packed, [15, 25], softcap=softcap, tail=tail)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -162,7 +129,7 @@ def test_decode_with_a_softcap(backend):
 def test_16_bit_results_are_nearer_than_attention_computed_in_16_bits(backend, dtype):
     """The error is below that of softmax(q k) v with every step rounded to the type: no bound set by hand."""
     lengths = [333, 64]
-    key, value = (randn(397, 64, seed=seed, dtype=dtype) for seed in (1, 2))
+    key, value = pairs_of(lengths, 64, dtype=dtype)
     query = randn(1, 4, 1, 64, dtype=dtype)
     expected, _ = expected_decode(query, key, value, lengths, 0.125)
     eager = torch.empty_like(expected)
@@ -191,15 +158,11 @@ def test_decode_with_logits_that_would_overflow(backend, size):
 def test_decode_reads_nothing_outside_of_its_segments(backend, dtype):
     """With NaN all around the packed pairs in memory the result is the same, bit for bit."""
     lengths = [70, 0, 135]
-    total = sum(lengths)
-    query = randn(1, 6, 1, 64, dtype=dtype)
-    key, value = randn(total, 64, seed=1, dtype=dtype), randn(total, 64, seed=2, dtype=dtype)
-    expected = decode_attention(query, key, value, bounds(lengths), softmax_scale=0.125, backend=backend)
-    padded = torch.full((2, total + 100, 64), torch.nan, dtype=dtype)
-    padded[0, 50 : 50 + total], padded[1, 50 : 50 + total] = key, value
-    views = padded[0, 50 : 50 + total], padded[1, 50 : 50 + total]
-    out = decode_attention(query, *views, bounds(lengths), softmax_scale=0.125, backend=backend)
-    assert torch.equal(out[0], expected[0]) and torch.equal(out[1], expected[1])
+    query, packed = randn(1, 6, 1, 64, dtype=dtype), torch.stack(pairs_of(lengths, 64, dtype=dtype))
+    expected = decode_attention(query, *packed, bounds(lengths), softmax_scale=0.125, backend=backend)
+    padded = torch.nn.functional.pad(packed, (0, 0, 50, 50), value=torch.nan)
+    out = decode_attention(query, *padded[:, 50:-50], bounds(lengths), softmax_scale=0.125, backend=backend)
+    assert all(map(torch.equal, out, expected))
 
 
 @pytest.mark.parametrize("backend", ["cpu", "torch"])
@@ -208,8 +171,7 @@ def test_decode_uses_no_memory_before_it_is_written(monkeypatch, backend, bits):
     """With NaN in all fresh memory the result is the same, bit for bit, and every output is written."""
     lengths = [70, 0, 135, 1]
     query = randn(2, 6, 2, 64)
-    packed = quantized(randn(206, 64, seed=1), randn(206, 64, seed=2), lengths, bits)
-    tail = tuple(randn(2, 2, 5, 64, seed=seed) for seed in (3, 4))
+    packed, tail = pairs_of(lengths, 64, bits), tuple(randn(2, 2, 5, 64, seed=seed) for seed in (3, 4))
     options = dict(softmax_scale=0.125, tail=tail, backend=backend)
     expected = decode_attention(query, *packed, bounds(lengths), **options)
 
@@ -222,8 +184,7 @@ def test_decode_uses_no_memory_before_it_is_written(monkeypatch, backend, bits):
 
     for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
         monkeypatch.setattr(owner, name, filling(getattr(owner, name)))
-    out = decode_attention(query, *packed, bounds(lengths), **options)
-    assert torch.equal(out[0], expected[0]) and torch.equal(out[1], expected[1])
+    assert all(map(torch.equal, decode_attention(query, *packed, bounds(lengths), **options), expected))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -231,20 +192,18 @@ def test_decode_uses_no_memory_before_it_is_written(monkeypatch, backend, bits):
 def test_the_same_input_gives_the_same_bits(backend, bits):
     """Results do not depend on which thread was faster, nor on whether bounds come as a tensor or as Segments."""
     lengths = [900, 40, 2000]
-    packed = quantized(randn(2940, 64, seed=1), randn(2940, 64, seed=2), lengths, bits)
+    packed, segments = pairs_of(lengths, 64, bits), Segments(bounds(lengths))
     query, tail = randn(1, 6, 1, 64), tuple(randn(1, 3, 40, 64, seed=seed) for seed in (3, 4))
-    segments = Segments(bounds(lengths))
     options = dict(softmax_scale=0.125, tail=tail, backend=backend)
     first = decode_attention(query, *packed, segments, **options)
     for again in (segments, segments, bounds(lengths), bounds(lengths).int()):
-        out = decode_attention(query, *packed, again, **options)
-        assert torch.equal(out[0], first[0]) and torch.equal(out[1], first[1])
+        assert all(map(torch.equal, decode_attention(query, *packed, again, **options), first))
 
 
 @pytest.mark.parametrize("backend", ["cpu", "torch"])
 def test_a_head_whose_pairs_are_nan_spoils_no_other(backend):
     """Each head reads its own segment: NaN in one of them shows in that head's group alone."""
-    key, value = randn(60, 16, seed=1), randn(60, 16, seed=2)
+    key, value = pairs_of([20] * 3, 16)
     key[20:40] = torch.nan
     out, _ = decode_attention(randn(1, 6, 1, 16), key, value, bounds([20] * 3), softmax_scale=0.25, backend=backend)
     assert torch.isnan(out[0, :, 0, 0]).tolist() == [False, False, True, True, False, False]
@@ -252,10 +211,10 @@ def test_a_head_whose_pairs_are_nan_spoils_no_other(backend):
 
 def test_the_cpu_kernel_over_any_number_of_threads(monkeypatch):
     """Work split over threads, through the middle of segments, gives the result of one thread within rounding."""
-    key, value, query = randn(9000, 64, seed=1), randn(9000, 64, seed=2), randn(1, 6, 1, 64)
+    lengths = [4000, 1, 4999]
     for threads in (1, 2, 3, 8):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
-        check_decode("cpu", query, key, value, [4000, 1, 4999])
+        check_decode("cpu", randn(1, 6, 1, 64), *pairs_of(lengths, 64), lengths)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -269,21 +228,45 @@ def test_decode_needs_no_contiguous_input(backend):
     check_decode(backend, query, both[:, 0], both[:, 1], [80, 120], tail=tail, tail_mask=mask)
 
 
-def test_decode_refuses_quantised_pairs_of_other_segments():
-    """Keys are quantised in the blocks of their segments: with other ones, or as values, they would be misread."""
-    segments = Segments(bounds([10, 10]))
-    key, value = quantize_keys(randn(20, 8), segments, 8), quantize_values(randn(20, 8), 8)
-    query = torch.zeros(1, 4, 1, 8)
-    with pytest.raises(ValueError, match="packed_key was quantised in 2 segments, cu_seqlens describes 4"):
-        decode_attention(query, key, value, bounds([5] * 4), softmax_scale=1.0)
-    with pytest.raises(ValueError, match="packed_key must be a tensor or QuantizedKeys, got QuantizedValues"):
-        decode_attention(query, value, value, segments, softmax_scale=1.0)
-    with pytest.raises(ValueError, match="packed_value must be a tensor or QuantizedValues, got QuantizedKeys"):
-        decode_attention(query, key, key, segments, softmax_scale=1.0)
+@pytest.mark.parametrize("lengths", [[5] * 4, [20], [9, 11], [90, 40], [129, 1]])
+def test_decode_refuses_keys_that_were_quantised_in_other_segments(lengths):
+    """Keys are quantised in the blocks of their segments: cut elsewhere, even into as many blocks, they are misread."""
+    made = {20: [10, 10], 130: [65, 65]}[sum(lengths)]
+    key, value = pairs_of(made, 8, 8)
+    message = f"quantised in segments of {made} pairs, cu_seqlens describes {lengths}; quantise with the segments that"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        decode_attention(torch.zeros(1, 4, 1, 8), key, value, bounds(lengths), softmax_scale=1.0)
 
 
-def tail_of(keys, values=None, dtype=torch.float32):
-    return torch.zeros(keys, dtype=dtype), torch.zeros(values or keys, dtype=dtype)
+def test_the_segments_of_quantised_keys_are_compared_once(monkeypatch):
+    """Later steps recognise the bounds, of keys made with these segments and of a selection of them."""
+    segments, equal, compared = Segments(bounds([10, 70])), torch.equal, []
+    pairs = pairs_of([10, 70], 8, 8)
+    cases = [(segments, pairs), (segments.select([1, 0]), [part.select(segments, [1, 0]) for part in pairs])]
+    monkeypatch.setattr(torch, "equal", lambda a, b: compared.append(a) or equal(a, b))
+    for given_segments, given_pairs in cases:
+        for _ in range(3):
+            decode_attention(randn(1, 4, 1, 8), *given_pairs, given_segments, softmax_scale=1.0)
+    assert len(compared) == 2
+
+
+def test_decode_refuses_keys_as_values():
+    """Quantised keys and values have scales of other shapes."""
+    key, value = pairs_of([10, 10], 8, 8)
+    for pairs, message in (
+        ((value, value), "packed_key must be a tensor or QuantizedKeys, got QuantizedValues"),
+        ((key, key), "packed_value must be a tensor or QuantizedValues, got QuantizedKeys"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            decode_attention(torch.zeros(1, 4, 1, 8), *pairs, bounds([10, 10]), softmax_scale=1.0)
+
+
+def shaped(arguments):
+    """Arguments of which shapes stand for tensors."""
+    return {name: torch.ones(to) if isinstance(to, tuple) else to for name, to in arguments.items()}
+
+
+TAIL = torch.zeros(1, 2, 3, 8)
 
 
 @pytest.mark.parametrize(
@@ -291,19 +274,17 @@ def tail_of(keys, values=None, dtype=torch.float32):
     [
         (dict(backend="fast"), "backend must be one of auto.*got 'fast'"),
         (dict(cu_seqlens=bounds([10, 10, 10])), "3 segments, which don't divide 1 rows x 4 heads"),
-        (dict(query=torch.zeros(3, 4, 1, 8)), "2 segments, which don't divide 3 rows x 4 heads"),
-        (dict(query=torch.zeros(0, 4, 1, 8)), r"none of them 0; got \(0, 4, 1, 8\)"),
-        (dict(query=torch.zeros(1, 4, 0, 8)), r"none of them 0; got \(1, 4, 0, 8\)"),
-        (dict(query=torch.zeros(1, 4, 1, 0)), r"none of them 0; got \(1, 4, 1, 0\)"),
-        (dict(query=torch.zeros(4, 1, 8)), r"shape \(batch_size, num_heads, q_len, head_dim\).*got \(4, 1, 8\)"),
+        (dict(query=(3, 4, 1, 8)), "2 segments, which don't divide 3 rows x 4 heads"),
+        (dict(query=(0, 4, 1, 8)), r"none of them 0; got \(0, 4, 1, 8\)"),
+        (dict(query=(1, 4, 0, 8)), r"none of them 0; got \(1, 4, 0, 8\)"),
+        (dict(query=(1, 4, 1, 0)), r"none of them 0; got \(1, 4, 1, 0\)"),
+        (dict(query=(4, 1, 8)), r"shape \(batch_size, num_heads, q_len, head_dim\).*got \(4, 1, 8\)"),
         (dict(softcap=0.0), "softcap must be positive, or None for no soft-cap; got 0.0"),
         (dict(softcap=-1.0), "got -1.0"),
         (dict(softcap=float("nan")), "got nan"),
         (
             dict(
-                query=torch.zeros(1, 4, 1, 8, dtype=torch.int32),
-                packed_key=torch.zeros(20, 8, dtype=torch.int32),
-                packed_value=torch.zeros(20, 8, dtype=torch.int32),
+                query=TAIL[:, :, :1].int(), packed_key=torch.zeros(20, 8).int(), packed_value=torch.zeros(20, 8).int()
             ),
             "'auto' takes float64, float32, bfloat16, float16, got int32$",
         ),
@@ -311,8 +292,9 @@ def tail_of(keys, values=None, dtype=torch.float32):
         (dict(cu_seqlens=torch.tensor([0.0, 20.0])), "must be int32 or int64.*got torch.float32"),
         (dict(cu_seqlens=bounds([10, 11])), r"packed_key \(20\), packed_value \(20\) and cu_seqlens \(21\)"),
         (dict(cu_seqlens=Segments(bounds([10, 11]))), r"and cu_seqlens \(21\) disagree on the number of pairs"),
-        (dict(packed_value=torch.zeros(19, 8)), r"packed_value \(19\)"),
-        (dict(packed_key=torch.zeros(20, 9)), "query has head_dim 8, packed_key 9"),
+        (dict(packed_value=(19, 8)), r"packed_value \(19\)"),
+        (dict(packed_key=(20, 9)), "query has head_dim 8, packed_key 9"),
+        (dict(packed_value=(20, 2, 4)), r"packed_value must have shape \(total, head_dim\), got \(20, 2, 4\)"),
         (
             dict(backend="cpu", packed_key=torch.zeros(20, 8).double(), packed_value=torch.zeros(20, 8).double()),
             "backend 'cpu' takes float32, bfloat16, float16, got float32 and float64; use backend='auto' or 'torch'",
@@ -323,27 +305,22 @@ def tail_of(keys, values=None, dtype=torch.float32):
         (dict(query=torch.zeros(1, 4, 1, 8, device="meta")), "query on meta; they must agree"),
         (dict(cu_seqlens=torch.tensor([0, 25, 20])), r"must start at 0 and never fall, got \[0, 25, 20\]"),
         (dict(cu_seqlens=torch.tensor([5, 10, 20])), "must start at 0"),
-        (dict(tail=tail_of((1, 4, 3, 8))), r"keys have shape \(1, 4, 3, 8\).*expected \(1, 2, 3, 8\)"),
-        (dict(tail=tail_of((1, 2, 3, 8), (1, 2, 4, 8))), r"its values \(1, 2, 4, 8\); expected.*and \(1, 2, 3, 8\)"),
-        (dict(tail=tail_of((1, 2, 3, 8), dtype=torch.float16)), "the tail is torch.float16.*the context torch.float32"),
-        (dict(tail=tail_of((1, 2, 3, 8)), tail_mask=torch.zeros(1, 1, 1, 3)), "must be boolean.*got torch.float32"),
+        (dict(tail=[TAIL.repeat(1, 2, 1, 1), TAIL]), r"key must have shape \(1, 2, 3, 8\).*got \(1, 4, 3, 8\)"),
+        (dict(tail=[TAIL[0], TAIL]), r"the tail's key must have shape \(1, 2, 8, 8\).*got \(2, 3, 8\)"),
+        (dict(tail=[TAIL, TAIL[:, :, 1:]]), r"value must have shape \(1, 2, 3, 8\).*got \(1, 2, 2, 8\)"),
+        (dict(tail=[TAIL.half()] * 2), r"tail's key.*torch.float32 on cpu; got.*torch.float16"),
+        (dict(tail=[TAIL] * 2, tail_mask=(1, 1, 1, 3)), "must be boolean.*got torch.float32"),
         (
-            dict(tail=tail_of((1, 2, 3, 8)), tail_mask=torch.ones(1, 3, 1, 3, dtype=torch.bool)),
+            dict(tail=[TAIL] * 2, tail_mask=torch.ones(1, 3, 1, 3, dtype=torch.bool)),
             r"broadcastable to \(1, 4, 1, 3\), got torch.bool on cpu with shape \(1, 3, 1, 3\)",
         ),
     ],
 )
 def test_decode_refuses_what_does_not_fit(change, message):
     """Shapes that disagree and backends that can't run are an error with the values, never another backend's work."""
-    arguments = dict(
-        query=torch.zeros(1, 4, 1, 8),
-        packed_key=torch.zeros(20, 8),
-        packed_value=torch.zeros(20, 8),
-        cu_seqlens=bounds([10, 10]),
-        softmax_scale=1.0,
-    )
+    arguments = dict(query=(1, 4, 1, 8), packed_key=(20, 8), packed_value=(20, 8), cu_seqlens=bounds([10, 10]))
     with pytest.raises(ValueError, match=message):
-        decode_attention(**{**arguments, **change})
+        decode_attention(**shaped({**arguments, **change}), softmax_scale=1.0)
 
 
 @pytest.mark.parametrize("block", [1, 64, 1 << 22])
@@ -401,62 +378,57 @@ def test_merging_ignores_what_an_empty_part_holds():
         assert torch.equal(merged_lse, lse)
 
 
-def replay_inputs(batch_size=1, num_kv_heads=2, group=3, q_len=11, context_len=50, head_dim=16, dtype=torch.float32):
-    num_heads = num_kv_heads * group
-    return (
-        2 * randn(batch_size, num_heads, q_len, head_dim, dtype=dtype),
-        randn(batch_size, num_kv_heads, q_len, head_dim, seed=1, dtype=dtype),
-        randn(batch_size, num_kv_heads, q_len, head_dim, seed=2, dtype=dtype),
-        randn(batch_size, num_kv_heads, context_len, head_dim, seed=3, dtype=dtype),
-        randn(batch_size, num_kv_heads, context_len, head_dim, seed=4, dtype=dtype),
+def replay_inputs(group=3, q_len=11, batch_size=1, value_dim=16, dtype=torch.float32):
+    """Queries, own keys and values, context keys and values: two KV heads of 16 channels, 50 columns of context."""
+    shapes = [(group, q_len, 16), (1, q_len, 16), (1, q_len, value_dim), (1, 50, 16), (1, 50, value_dim)]
+    query, *others = (
+        randn(batch_size, 2 * heads, *shape, seed=seed, dtype=dtype) for seed, (heads, *shape) in enumerate(shapes)
     )
+    return 2 * query, *others
 
 
-def check_replay(inputs, bound=2e-5, **options):
-    """Compare outputs and scores, and the scores computed alone, with the specification."""
-    arguments = {"softmax_scale": 0.25, **options}
-    expected_out, expected_scores = reference.replay_attention(*inputs, **arguments)
-    query, own_key, _, context_key, _ = inputs
-    for backend in ("torch", "cpu") if query.dtype != torch.float64 else ("torch", "auto"):
-        out, scores = replay_attention(*inputs, **arguments, backend=backend)
-        torch.testing.assert_close(out.double(), expected_out, atol=bound, rtol=1e-4)
-        torch.testing.assert_close(scores.double(), expected_scores, atol=bound, rtol=1e-4)
-        alone = {name: value for name, value in arguments.items() if name != "local"}
-        scores_alone = replay_scores(query, own_key, context_key, **alone, backend=backend)
-        assert scores_alone.dtype == scores.dtype
-        torch.testing.assert_close(scores_alone.double(), expected_scores, atol=bound, rtol=1e-4)
+def options(**changes):
+    return ReplayOptions(**{**dict(anchor=4, start=20, end=45, local=True, softmax_scale=0.25), **changes})
+
+
+def check_replay(inputs, asked, bound=2e-5):
+    """Compare outputs and scores with the specification."""
+    expected = reference.replay_attention(*inputs, asked)
+    wide = torch.float64 if inputs[0].dtype == torch.float64 else torch.float32
+    for backend in ("torch", "cpu") if wide == torch.float32 else ("torch", "auto"):
+        for result, truth in zip(replay_attention(*inputs, asked, backend=backend), expected, strict=True):
+            assert result.dtype == wide
+            torch.testing.assert_close(result.double(), truth, atol=bound, rtol=1e-4)
 
 
 def test_the_specification_of_the_replay_worked_by_hand():
     """One head, one query, two context pairs, the chunk the second: its weight against itself and the own key."""
     one = torch.ones(1, 1, 1, 1)
     context = torch.tensor([math.log(2.0), math.log(3.0)]).view(1, 1, 2, 1)
-    options = dict(anchor=0, start=1, end=2, softmax_scale=1.0)
+    asked = dict(anchor=0, start=1, end=2, softmax_scale=1.0)
     # The exponentials are 2 and 3 for the context and e for the own key
-    out, scores = reference.replay_attention(one, one, 7 * one, context, context, local=True, **options)
+    out, scores = reference.replay_attention(one, one, 7 * one, context, context, options(**asked))
     assert scores.item() == pytest.approx(3 / (3 + math.e))
     assert out.item() == pytest.approx((3 * math.log(3) + math.e * 7) / (3 + math.e))
-    out, scores = reference.replay_attention(one, one, 7 * one, context, context, local=False, **options)
+    out, scores = reference.replay_attention(one, one, 7 * one, context, context, options(**asked, local=False))
     assert scores.item() == pytest.approx(3 / (3 + math.e))
     assert out.item() == pytest.approx((2 * math.log(2) + 3 * math.log(3) + math.e * 7) / (5 + math.e))
-    _, scores = reference.replay_attention(
-        one, one, one, context, context, local=True, **{**options, "anchor": 1}, reduction="sum_of_squares"
-    )
+    squared = options(**{**asked, "anchor": 1}, reduction="sum_of_squares")
+    _, scores = reference.replay_attention(one, one, one, context, context, squared)
     assert scores.item() == pytest.approx((3 / (5 + math.e)) ** 2)
 
 
 @pytest.mark.parametrize("local", [True, False])
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("softcap", [None, 3.0])
-@pytest.mark.parametrize("window", [None, 30, 14])
+@pytest.mark.parametrize("window", [None, 30, 14, 1])
 @pytest.mark.parametrize("block", [1, 1 << 19])
 def test_replay_equals_its_specification(monkeypatch, local, reduction, softcap, window, block):
     """Outputs and scores, over reductions, soft-cap and windows, in blocks of 16 rows and in one."""
     monkeypatch.setitem(torch_replay._BLOCK_ELEMENTS, "cpu", block)
     monkeypatch.setattr(cpu_softmax, "_BLOCK_ELEMENTS", block)
     inputs = replay_inputs(batch_size=2, q_len=37)
-    columns = dict(anchor=4, start=20, end=45)
-    check_replay(inputs, **columns, local=local, reduction=reduction, softcap=softcap, window=window)
+    check_replay(inputs, options(local=local, reduction=reduction, softcap=softcap, window=window))
 
 
 @settings(max_examples=40, deadline=None)
@@ -465,14 +437,14 @@ def test_replay_equals_its_specification(monkeypatch, local, reduction, softcap,
     local=st.booleans(),
     q_len=st.integers(1, 40),
     group=st.integers(1, 4),
+    value_dim=st.sampled_from([16, 24]),
     reduction=st.sampled_from(REDUCTIONS),
 )
-def test_replay_over_any_columns(columns, local, q_len, group, reduction):
-    """Any anchor and chunk, empty or the whole context, any number of replayed tokens."""
+def test_replay_over_any_columns(columns, local, q_len, group, value_dim, reduction):
+    """Any anchor and chunk, empty or the whole context, any number of replayed tokens, values of another size."""
     anchor, start, end = columns
-    check_replay(
-        replay_inputs(q_len=q_len, group=group), anchor=anchor, start=start, end=end, local=local, reduction=reduction
-    )
+    asked = options(anchor=anchor, start=start, end=end, local=local, reduction=reduction)
+    check_replay(replay_inputs(q_len=q_len, group=group, value_dim=value_dim), asked)
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
@@ -480,76 +452,87 @@ def test_replay_with_weights(reduction):
     """Factors of replayed tokens and of pairs enter before the reduction."""
     inputs = replay_inputs(batch_size=2, q_len=20)
     generator = torch.Generator().manual_seed(9)
-    row_weight = torch.rand(2, 20, generator=generator)
-    column_weight = torch.rand(2, 2, 3, 25, generator=generator)
-    columns = dict(anchor=4, start=20, end=45, local=True, reduction=reduction)
-    check_replay(inputs, **columns, row_weight=row_weight, column_weight=column_weight)
-    check_replay(inputs, **columns, row_weight=row_weight)
-    check_replay(inputs, **columns, column_weight=column_weight)
+    weights = {
+        "row_weight": torch.rand(2, 20, generator=generator),
+        "column_weight": torch.rand(2, 2, 3, 25, generator=generator),
+    }
+    check_replay(inputs, options(reduction=reduction, **weights))
+    for name, weight in weights.items():
+        check_replay(inputs, options(reduction=reduction, **{name: weight}))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("local", [True, False])
 def test_replay_in_other_formats(dtype, local):
     """Scores and outputs are float32 (float64 for float64) and as exact as the format of the input allows."""
-    inputs = replay_inputs(q_len=20, dtype=dtype)
-    bound = {torch.float64: 1e-12, torch.bfloat16: 3e-2, torch.float16: 4e-3}[dtype]
-    out, scores = replay_attention(*inputs, anchor=4, start=20, end=45, local=local, softmax_scale=0.25)
-    assert scores.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-    _, expected = reference.replay_attention(*inputs, anchor=4, start=20, end=45, local=local, softmax_scale=0.25)
+    inputs, asked = replay_inputs(q_len=20, dtype=dtype), options(local=local)
+    check_replay(inputs, asked, bound={torch.float64: 1e-12, torch.bfloat16: 3e-2, torch.float16: 4e-3}[dtype])
+    _, scores = replay_attention(*inputs, asked)
+    _, expected = reference.replay_attention(*inputs, asked)
     torch.testing.assert_close(scores.double(), expected, atol=BOUND[dtype], rtol=1e-4)
-    check_replay(inputs, bound=bound, anchor=4, start=20, end=45, local=local)
 
 
 def test_replay_reads_no_other_columns_in_local_form():
     """In a local replay NaN in every context column but anchor and chunk changes nothing, bit for bit."""
     inputs = replay_inputs()
-    options = dict(anchor=4, start=20, end=45, local=True, softmax_scale=0.25)
-    expected = replay_attention(*inputs, **options)
+    expected = replay_attention(*inputs, options())
     for states in inputs[3:]:
         states[:, :, 4:20] = states[:, :, 45:] = torch.nan
-    out = replay_attention(*inputs, **options)
-    assert torch.equal(out[0], expected[0]) and torch.equal(out[1], expected[1])
+    assert all(map(torch.equal, replay_attention(*inputs, options()), expected))
 
 
-@pytest.mark.parametrize("columns", [(-1, 0, 5), (6, 5, 10), (0, 6, 5), (0, 5, 51)])
-def test_replay_refuses_columns_out_of_range(columns):
-    """Columns that are not 0 <= anchor <= start <= end <= context are an error with the values."""
-    anchor, start, end = columns
-    with pytest.raises(ValueError, match=f"need 0 <= anchor <= start <= end <= 50, got {anchor}, {start}, {end}"):
-        replay_attention(*replay_inputs(), anchor=anchor, start=start, end=end, local=True, softmax_scale=1.0)
+@pytest.mark.parametrize("local", [True, False])
+def test_replay_needs_no_contiguous_input(local):
+    """Rows and heads may lie in any order, and even the channels of a row apart."""
+    inputs, weight = replay_inputs(), randn(11, 2).abs().T[:1]
+    for order in ((0, 2, 1, 3), (0, 1, 3, 2), (3, 2, 1, 0)):
+        places = [order.index(place) for place in range(4)]
+        views = [states.permute(order).contiguous().permute(places) for states in inputs]
+        check_replay(views, options(local=local, row_weight=weight))
 
 
-def test_replay_refuses_an_unknown_reduction():
-    """An unknown reduction is an error that names the known ones."""
-    with pytest.raises(ValueError, match="reduction must be one of max.*got 'mean'"):
-        replay_attention(*replay_inputs(), anchor=0, start=0, end=50, local=True, softmax_scale=1.0, reduction="mean")
-
-
-@pytest.mark.parametrize("softcap", [0.0, -1.0])
-def test_replay_refuses_a_soft_cap_that_is_not_positive(softcap):
-    """A soft-cap divides by itself: without one, pass None."""
-    inputs = replay_inputs()
-    options = dict(anchor=4, start=20, end=45, softmax_scale=0.25, softcap=softcap)
-    with pytest.raises(ValueError, match=f"softcap must be positive, or None for no soft-cap; got {softcap}"):
-        replay_attention(*inputs, local=True, **options)
-    with pytest.raises(ValueError, match=f"softcap must be positive, or None for no soft-cap; got {softcap}"):
-        replay_scores(inputs[0], inputs[1], inputs[3], **options)
-
-
-def test_replay_refuses_no_replayed_tokens():
-    """The strongest attention from no token at all is no number."""
-    inputs = replay_inputs(q_len=0)
-    with pytest.raises(ValueError, match="query must have shape.*none of them 0"):
-        replay_attention(*inputs, anchor=4, start=20, end=45, local=True, softmax_scale=0.25)
-
-
-def test_a_backend_without_a_replay_is_refused_for_it():
-    """flash-attn decodes only: asked for a replay, it is an error that names those that can."""
-    inputs = replay_inputs()
-    options = dict(anchor=4, start=20, end=45, softmax_scale=0.25, backend="flash")
-    message = "backend 'flash' only decodes; replay with one of auto, reference, torch, cpu, triton"
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(anchor=-1), "need 0 <= anchor <= start <= end, got -1, 20, 45"),
+        (dict(anchor=21), "got 21, 20, 45"),
+        (dict(end=19), "got 4, 20, 19"),
+        (dict(end=51), "the chunk ends at column 51, the context has 50"),
+        (dict(reduction="mean"), "reduction must be one of max, sum_of_squares, sum, logit, got 'mean'"),
+        (dict(softcap=0.0), "softcap must be positive, or None for no soft-cap; got 0.0"),
+        (dict(softcap=-1.0), "got -1.0"),
+        (dict(window=0), "window must be at least 1, or None for no window; got 0"),
+        (dict(window=-3), "got -3"),
+        (dict(row_weight=(1, 3)), r"row_weight must have shape \(1, 40\).*on cpu; got \(1, 3\)"),
+        (dict(row_weight=(2, 40)), r"got \(2, 40\)"),
+        (dict(row_weight=torch.ones(1, 40).int()), "be of a floating-point type on cpu; got.*torch.int32"),
+        (dict(column_weight=(1, 2, 25)), r"column_weight must.*\(1, 2, 3, 25\).*got \(1, 2, 25\)"),
+        (dict(column_weight=(1, 2, 3, 24)), r"got \(1, 2, 3, 24\)"),
+        (dict(own_key=(1, 2, 39, 16)), r"own_key must have shape \(1, 2, 40, 16\).*got \(1, 2, 39, 16\)"),
+        (dict(own_value=(1, 1, 40, 16)), r"own_value must have shape \(1, 2, 40, 16\).*got \(1, 1, 40, 16\)"),
+        (dict(own_value=(1, 2, 40, 15)), r"context_value must have shape \(1, 2, 50, 15\).*got \(1, 2, 50, 16\)"),
+        (dict(context_key=(1, 2, 50, 8)), r"context_key must have shape \(1, 2, 50, 16\).*got \(1, 2, 50, 8\)"),
+        (dict(context_key=(1, 4, 50, 16)), r"num_kv_heads dividing 6 heads; got \(1, 4, 50, 16\)"),
+        (dict(context_key=(2, 50, 16)), r"context_key must have shape \(batch_size, .*got \(2, 50, 16\)"),
+        (dict(context_key=(2, 2, 50, 16)), r"context_key must have shape \(1, 2, 50, 16\)"),
+        (dict(context_key=(1, 2, 44, 16)), "the chunk ends at column 45, the context has 44"),
+        (dict(context_value=(1, 2, 49, 16)), r"context_value must have shape \(1, 2, 50, 16\).*\(1, 2, 49, 16\)"),
+        (dict(context_value=torch.zeros(1, 2, 50, 16).half()), "context_value.*be torch.float32.*got.*torch.float16"),
+        (dict(own_key=torch.zeros(1, 2, 40, 16, device="meta")), "own_key.*on cpu; got.*on meta"),
+        (dict(query=(1, 6, 0, 16)), "query must have shape.*none of them 0"),
+        (dict(query=torch.zeros(1, 6, 40, 16).double()), "own_key.*be torch.float64 on cpu; got.*torch.float32"),
+        (dict(backend="flash"), "'flash' only decodes; replay with one of auto, reference, torch, cpu, triton"),
+        (
+            dict(own_value=(1, 2, 40, 300), context_value=(1, 2, 50, 300), backend="triton"),
+            "'triton' takes a head_dim of at most 256, got 300",
+        ),
+    ],
+)
+def test_replay_refuses_what_does_not_fit(monkeypatch, change, message):
+    """Every tensor is checked before a kernel reads it by address: a short one was read beyond its end, or in part."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    names = ("query", "own_key", "own_value", "context_key", "context_value")
+    arguments = {**dict(zip(names, replay_inputs(q_len=40), strict=True)), **shaped(change)}
+    asked = {name: arguments.pop(name) for name in vars(options()) if name in arguments}
     with pytest.raises(ValueError, match=message):
-        replay_attention(*inputs, local=True, **options)
-    with pytest.raises(ValueError, match=message):
-        replay_scores(inputs[0], inputs[1], inputs[3], **options)
+        replay_attention(**arguments, options=options(**asked))

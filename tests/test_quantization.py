@@ -7,7 +7,7 @@ import pickle
 
 import pytest
 import torch
-from attention_oracle import bounds, randn, stored_numbers
+from attention_oracle import bounds, pairs_of, randn, stored_numbers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -93,8 +93,7 @@ def test_dequantised_numbers_are_those_of_the_format(bits):
     """Whole, by segment and code by code the same numbers are read."""
     lengths = [63, 0, 64, 130, 1]
     segments = Segments(bounds(lengths))
-    packed = randn(segments.total, 128)
-    for quantized in (quantize_keys(packed, segments, bits), quantize_values(packed, bits)):
+    for quantized in pairs_of(lengths, 128, bits):
         by_hand = stored_numbers(quantized, lengths)
         torch.testing.assert_close(quantized.dequantize(segments).double(), by_hand, atol=1e-6, rtol=1e-6)
         parts = [quantized.dequantize_segment(segments, index, torch.float64) for index in range(len(lengths))]
@@ -108,21 +107,20 @@ def test_segments_are_selected_without_requantising(bits):
     segments = Segments(bounds(lengths))
     selected = segments.select(chosen)
     assert selected.lengths.tolist() == [lengths[index] for index in chosen]
-    packed = randn(segments.total, 64)
-    for quantized in (quantize_keys(packed, segments, bits), quantize_values(packed, bits)):
-        numbers = quantized.dequantize(segments)
-        expected = torch.cat([numbers[slice(*segments.bounds[index : index + 2])] for index in chosen])
+    for quantized in pairs_of(lengths, 64, bits):
+        numbers = quantized.dequantize(segments).split(lengths)
+        expected = torch.cat([numbers[index] for index in chosen])
         assert torch.equal(quantized.select(segments, chosen).dequantize(selected), expected)
+    packed = randn(segments.total, 64)
     assert torch.equal(segments.gather(packed, chosen), torch.cat([packed.split(lengths)[i] for i in chosen]))
 
 
 @pytest.mark.parametrize("bits", [8, 4])
 def test_bytes_are_those_of_the_format(bits):
-    """Codes, one float16 scale and minimum a channel and block or a token and group, and the blocks' bounds."""
-    segments = Segments(bounds([100, 64]))
-    packed = randn(164, 128)
-    assert quantize_keys(packed, segments, bits).nbytes == 164 * 128 * bits // 8 + 3 * 128 * 4 + 3 * 8
-    assert quantize_values(packed, bits).nbytes == 164 * 128 * bits // 8 + 164 * 2 * 4
+    """Codes, one float16 scale and minimum a channel and block or a token and group, and the segments' bounds."""
+    keys, values = pairs_of([100, 64], 128, bits)
+    assert keys.nbytes == 164 * 128 * bits // 8 + 3 * 128 * 4 + 3 * 8
+    assert values.nbytes == 164 * 128 * bits // 8 + 164 * 2 * 4
 
 
 def test_copies_and_pickles_hold_the_same_numbers():
@@ -130,10 +128,7 @@ def test_copies_and_pickles_hold_the_same_numbers():
     segments = Segments(bounds([70, 5]))
     segments.derived("plan", object)
     keys = quantize_keys(randn(75, 64), segments, 4)
-    for copied_segments, copied in (
-        copy.deepcopy((segments, keys)),
-        pickle.loads(pickle.dumps((segments, keys))),
-    ):
+    for copied_segments, copied in (copy.deepcopy((segments, keys)), pickle.loads(pickle.dumps((segments, keys)))):
         assert torch.equal(copied.dequantize(copied_segments), keys.dequantize(segments))
         assert copied.codes.data_ptr() != keys.codes.data_ptr()
         assert copied_segments.bounds == segments.bounds and copied_segments._derived == {}
@@ -153,11 +148,11 @@ def test_copies_and_pickles_hold_the_same_numbers():
 )
 def test_what_can_not_be_quantised_is_refused(change, message):
     """Numbers that float16 scales can't reach, and bits that are not stored, are an error with the remedy."""
-    arguments = {"packed": torch.zeros(4, 2), "bits": 8, **change}
+    packed, bits = change.get("packed", torch.zeros(4, 2)), change.get("bits", 8)
     with pytest.raises(ValueError, match=message):
-        quantize_keys(arguments["packed"], Segments(bounds([4])), arguments["bits"])
+        quantize_keys(packed, Segments(bounds([4])), bits)
     with pytest.raises(ValueError, match=message):
-        quantize_values(arguments["packed"], arguments["bits"])
+        quantize_values(packed, bits)
 
 
 def test_keys_and_bounds_must_agree():
@@ -168,6 +163,5 @@ def test_keys_and_bounds_must_agree():
 
 def test_no_pairs_at_all():
     """Empty storage is quantised to empty storage."""
-    segments = Segments(bounds([0, 0]))
-    assert quantize_keys(torch.zeros(0, 64), segments, 4).dequantize(segments).shape == (0, 64)
-    assert quantize_values(torch.zeros(0, 64), 4).dequantize().shape == (0, 64)
+    for quantized in pairs_of([0, 0], 64, 4):
+        assert quantized.dequantize(Segments(bounds([0, 0]))).shape == (0, 64)

@@ -48,12 +48,13 @@ def decode_attention(
     # A single query token of several heads is the shape that flash-attn splits over the length of the keys. Longer
     # queries are rows of one head, so that each key is read once for all of them
     heads, rows = (group, 1) if q_len == 1 else (1, group * q_len)
+    row_bounds, key_bounds, empty = segments.derived(("flash", rows, device), lambda: _plan(segments, rows, device))
     out, lse, *_ = flash_attn_varlen_func(
         query.reshape(num_segments * rows, heads, head_dim),
         packed_key.unsqueeze(1),
         packed_value.unsqueeze(1),
-        segments.derived(("flash rows", rows, device), lambda: _equal_bounds(num_segments, rows, device)),
-        segments.on_device("cu_seqlens", device, segments.cu_seqlens),
+        row_bounds,
+        key_bounds,
         rows,
         segments.max_length,
         softmax_scale=softmax_scale,
@@ -64,7 +65,6 @@ def decode_attention(
     # [heads, num_segments * rows]
     lse = lse.reshape(heads, num_segments, rows).transpose(0, 1)
     out = out.float().reshape(num_segments, -1)
-    empty = segments.derived(("empty", device), lambda: _empty_segments(segments, device))
     if empty is not None:
         # flash-attn's log-sum-exp of no keys is +inf
         lse, out = lse.index_fill(0, empty, -torch.inf), out.index_fill(0, empty, 0.0)
@@ -72,10 +72,11 @@ def decode_attention(
     return merge_tail(out, lse, query, tail, tail_mask, softmax_scale=softmax_scale, softcap=softcap)
 
 
-def _equal_bounds(num_segments: int, rows: int, device: torch.device) -> torch.Tensor:
-    return torch.arange(0, (num_segments + 1) * rows, rows, dtype=torch.int32, device=device)
-
-
-def _empty_segments(segments: Segments, device: torch.device) -> torch.Tensor | None:
+def _plan(
+    segments: Segments, rows: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Bounds of the query rows and of the keys as the kernel reads them, and the segments that are empty, if any."""
+    row_bounds = torch.arange(0, (len(segments) + 1) * rows, rows, dtype=torch.int32, device=device)
+    key_bounds = segments.cu_seqlens.to(device=device, dtype=torch.int32)
     empty = (segments.lengths == 0).nonzero().flatten()
-    return empty.to(device) if len(empty) else None
+    return row_bounds, key_bounds, empty.to(device) if len(empty) else None

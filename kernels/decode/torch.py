@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 
 from ..merge import merge_lse
@@ -50,31 +52,27 @@ def dense_attention(
     """
     batch_size, num_heads, q_len, head_dim = query.shape
     num_kv_heads, kv_len = key.shape[1:3]
-    group = num_heads // num_kv_heads
-    dtype = accumulation_dtype(query.dtype)
+    dtype, device = accumulation_dtype(query.dtype), query.device
     key_t = key.to(dtype).transpose(-1, -2)
     value = value.to(dtype)
-    out = torch.empty(batch_size, num_heads, q_len, value.shape[-1], dtype=dtype, device=query.device)
-    lse = torch.empty(batch_size, num_heads, q_len, dtype=dtype, device=query.device)
+    out = torch.empty(batch_size, num_heads, q_len, value.shape[-1], dtype=dtype, device=device)
+    lse = torch.empty(batch_size, num_heads, q_len, dtype=dtype, device=device)
     block = max(1, _BLOCK_ELEMENTS // max(1, batch_size * num_heads * kv_len))
     for first in range(0, q_len, block):
         rows = slice(first, min(first + block, q_len))
         part = query[:, :, rows].to(dtype) * softmax_scale
-        n_rows = part.shape[2]
-        grouped = part.reshape(batch_size, num_kv_heads, group * n_rows, head_dim)
-        logits = torch.matmul(grouped, key_t)
+        logits = torch.matmul(part.reshape(batch_size, num_kv_heads, -1, head_dim), key_t)  # [.., group * rows, kv_len]
         if softcap is not None:
             logits = torch.tanh(logits / softcap) * softcap
         if mask is not None:
             visible = mask[..., rows, :] if mask.shape[-2] > 1 else mask
-            visible = visible.expand(batch_size, num_heads, n_rows, kv_len).reshape(logits.shape)
+            visible = visible.expand(*part.shape[:3], kv_len).reshape(logits.shape)
             logits = logits.masked_fill(~visible, -torch.inf)
         row_lse = torch.logsumexp(logits, dim=-1, keepdim=True)
+        # A row that sees nothing has logits of -inf: without this their exponentials would be NaN
         shift = row_lse.masked_fill(row_lse == -torch.inf, 0.0)
-        out[:, :, rows] = torch.matmul((logits - shift).exp_(), value).view(
-            batch_size, num_heads, n_rows, value.shape[-1]
-        )
-        lse[:, :, rows] = row_lse.view(batch_size, num_heads, n_rows)
+        out[:, :, rows] = torch.matmul((logits - shift).exp_(), value).view(*part.shape[:3], -1)
+        lse[:, :, rows] = row_lse.view(part.shape[:3])
     return out, lse
 
 
@@ -88,30 +86,12 @@ def merge_tail(
     softmax_scale: float,
     softcap: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """
-    Merge attention over the context with that over the dense tail: for decode modules whose kernel reads no tail.
-
-    Parameters
-    ----------
-    out, lse : torch.Tensor
-        Attention over the context, shape (batch_size, num_heads, q_len, head_dim) and (batch_size, num_heads, q_len).
-    query, tail, tail_mask, softmax_scale, softcap
-        As given to :func:`kvzip_press.kernels.api.decode_attention`.
-    """
+    """Add the dense tail to attention over the context, for decode modules whose kernel reads none."""
     if tail is None:
         return out, lse
     key, value = tail
     dense = dense_attention(query, key, value, softmax_scale=softmax_scale, softcap=softcap, mask=tail_mask)
     return merge_lse(out, lse, *dense)
-
-
-def _stored_numbers(
-    packed: PackedKeys | PackedValues, segments: Segments, index: int, dtype: torch.dtype
-) -> torch.Tensor:
-    if isinstance(packed, torch.Tensor):
-        first, last = segments.bounds[index : index + 2]
-        return packed[first:last]
-    return packed.dequantize_segment(segments, index, dtype)
 
 
 def decode_attention(
@@ -130,25 +110,23 @@ def decode_attention(
 
     Quantised pairs are dequantised a segment at a time.
     """
-    batch_size, num_heads, q_len, head_dim = query.shape
-    value_dim, num_segments = packed_value.shape[-1], len(segments)
-    dtype = accumulation_dtype(query.dtype)
-    grouped = query.reshape(num_segments, -1, q_len, head_dim)
-    out = torch.zeros(*grouped.shape[:3], value_dim, dtype=dtype, device=query.device)
-    lse = torch.full(grouped.shape[:3], -torch.inf, dtype=dtype, device=query.device)
-    bounds = segments.bounds
-    for segment in range(num_segments):
-        if bounds[segment] == bounds[segment + 1]:
+    q_len, head_dim = query.shape[2:]
+    dtype, device = accumulation_dtype(query.dtype), query.device
+    grouped = query.reshape(len(segments), -1, q_len, head_dim)
+    out = torch.zeros(*grouped.shape[:3], packed_value.shape[-1], dtype=dtype, device=device)
+    lse = torch.full(grouped.shape[:3], -torch.inf, dtype=dtype, device=device)
+    for segment, (first, last) in enumerate(pairwise(segments.bounds)):
+        if first == last:
             continue
-        segment_out, segment_lse = dense_attention(
-            grouped[None, segment],
-            _stored_numbers(packed_key, segments, segment, dtype)[None, None],
-            _stored_numbers(packed_value, segments, segment, dtype)[None, None],
-            softmax_scale=softmax_scale,
-            softcap=softcap,
+        key, value = (
+            packed[first:last]
+            if isinstance(packed, torch.Tensor)
+            else packed.dequantize_segment(segments, segment, dtype)
+            for packed in (packed_key, packed_value)
         )
-        out[segment] = segment_out[0]
-        lse[segment] = segment_lse[0]
-    out = out.view(batch_size, num_heads, q_len, value_dim)
-    lse = lse.view(batch_size, num_heads, q_len)
+        part = dense_attention(
+            grouped[None, segment], key[None, None], value[None, None], softmax_scale=softmax_scale, softcap=softcap
+        )
+        out[segment], lse[segment] = part[0][0], part[1][0]
+    out, lse = out.view(*query.shape[:3], -1), lse.view(query.shape[:3])
     return merge_tail(out, lse, query, tail, tail_mask, softmax_scale=softmax_scale, softcap=softcap)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from . import blocked as blocked_replay
+from . import blocked
 from .cpu_softmax import CpuColumnScores
 
-replay_attention = partial(blocked_replay.replay_attention, CpuColumnScores)
-replay_scores = partial(blocked_replay.replay_scores, CpuColumnScores)
+replay_attention = partial(blocked.replay_attention, CpuColumnScores)

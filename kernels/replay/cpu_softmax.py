@@ -50,15 +50,13 @@ _MIN_ITEMS = 16  # fewer could not be shared evenly by the threads
     _SCORES,
     _REDUCTION,
     _SOFTCAP,
-    _IN_LOGITS,
-    _WEIGHTS,
     _ROW_WEIGHT,
     _ROW_WEIGHT_STEP,
     _MEMBERS_PER_ROW,
     _LSE,
     _KEYS,
     _WORDS,
-) = range(21)
+) = range(19)
 
 
 @compiled
@@ -97,15 +95,14 @@ def _peak(row, low, high):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _exponentials(row, low, high, peak, write):  # type: ignore[no-untyped-def]
-    """Sum of ``exp(logits - peak)``, which replaces the logits if asked to."""
+def _exponentials(row, low, high, peak):  # type: ignore[no-untyped-def]
+    """Sum of ``exp(logits - peak)``, which replace the logits."""
     offset = splat(peak)
     total = splat(np.float32(0.0))
     for column in range(low, high, LANES):
         address, left = row + 4 * column, high - column
         weights = exponential(_load_up_to(address, left, splat(np.float32(-np.inf))) - offset)
-        if write:
-            _store_up_to(address, left, weights)
+        _store_up_to(address, left, weights)
         total = total + weights
     return lanes_sum(total)
 
@@ -124,17 +121,17 @@ def _fill_zeros(row, low, high):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _raise_maxima(row, low, high, scores, factor, offset):  # type: ignore[no-untyped-def]
-    """``scores = max(scores, row * factor + offset)``; the last vector's other lanes stay as they are."""
+def _raise_maxima(row, low, high, scores, factor):  # type: ignore[no-untyped-def]
+    """``scores = max(scores, row * factor)``; the last vector's other lanes stay as they are."""
     for column in range(low, high, LANES):
         left = high - column
         target = scores + 4 * (column - low)
         if left >= LANES:
-            candidate = load(row + 4 * column) * splat(factor) + splat(offset)
+            candidate = load(row + 4 * column) * splat(factor)
             store(target, maximum_or_nan(candidate, load(target)))
         else:
             known = load_first(target, left, splat(np.float32(0.0)))
-            candidate = load_first(row + 4 * column, left, splat(np.float32(0.0))) * splat(factor) + splat(offset)
+            candidate = load_first(row + 4 * column, left, splat(np.float32(0.0))) * splat(factor)
             store_first(target, left, maximum_or_nan(candidate, known))
 
 
@@ -155,7 +152,6 @@ def _run_item(job, item):  # type: ignore[no-untyped-def]
     keys, anchor, first_own = word(job, _KEYS), word(job, _ANCHOR), word(job, _FIRST_OWN)
     member, split = item // splits, item % splits
     softcap = float_word(job, _SOFTCAP)
-    write = word(job, _WEIGHTS) != 0
     scores = word(job, _SCORES) + 4 * item * (first_own - anchor)
     for row in range(rows * split // splits, rows * (split + 1) // splits):
         index = word(job, _FIRST_ROW) + row
@@ -172,28 +168,20 @@ def _run_item(job, item):  # type: ignore[no-untyped-def]
         if softcap > 0:
             _cap_row(address, low, high, softcap)
         if reduction == _LOGIT:
-            _raise_maxima(address, scored_low, scored_high, target, row_weight, np.float32(0.0))
-            if not write:
-                continue
+            _raise_maxima(address, scored_low, scored_high, target, row_weight)
         peak = _peak(address, low, high)
-        in_logits = word(job, _IN_LOGITS) != 0
-        total = _exponentials(address, low, high, peak, not in_logits)
-        lse = peak + np.log(total)
+        total = _exponentials(address, low, high, peak)
         if word(job, _LSE) != 0:
-            store_float(word(job, _LSE) + 4 * (member * rows + row), np.float32(lse))
-        if in_logits:
-            _raise_maxima(address, scored_low, scored_high, target, np.float32(1.0), np.float32(-lse))
-            continue
+            store_float(word(job, _LSE) + 4 * (member * rows + row), np.float32(peak + np.log(total)))
         factor = np.float32(1.0) / total
         if reduction == _MAX:
-            _raise_maxima(address, scored_low, scored_high, target, factor * row_weight, np.float32(0.0))
+            _raise_maxima(address, scored_low, scored_high, target, factor * row_weight)
         elif reduction != _LOGIT:
             squared = reduction == _SUM_OF_SQUARES
             _add_weights(address, scored_low, scored_high, target, factor * row_weight, squared)
-        if write:
-            _scale(address, low, high, factor)
-            _fill_zeros(address, 0, low)
-            _fill_zeros(address, high, keys)
+        _scale(address, low, high, factor)
+        _fill_zeros(address, 0, low)
+        _fill_zeros(address, high, keys)
 
 
 def _visit_rows(job):  # type: ignore[no-untyped-def]
@@ -212,10 +200,8 @@ class CpuColumnScores:
 
     def __init__(self, columns: Columns) -> None:
         self._columns = columns
-        # Without weights to hand on, the maximum is taken of logits: exp(max(x - lse)) = max(exp(x - lse))
-        self._in_logits = columns.reduction == "max" and not columns.with_weights and columns.row_weight is None
         splits = -(-_MIN_ITEMS // columns.members)
-        fill = -torch.inf if columns.reduction == "logit" or self._in_logits else 0.0
+        fill = -torch.inf if columns.reduction == "logit" else 0.0
         self._scores = torch.full((columns.members, splits, columns.first_own - columns.anchor), fill)
         job = self._job = [0] * _WORDS
         job[_ITEMS], job[_SPLITS], job[_SCORES] = columns.members * splits, splits, self._scores.data_ptr()
@@ -224,8 +210,7 @@ class CpuColumnScores:
             columns.first_own,
             float_bits(columns.softcap or 0.0),
         )
-        job[_REDUCTION], job[_IN_LOGITS] = REDUCTIONS[columns.reduction], int(self._in_logits)
-        job[_WEIGHTS] = int(columns.with_weights)
+        job[_REDUCTION] = REDUCTIONS[columns.reduction]
         if columns.first_visible is not None:
             job[_FIRST_VISIBLE] = columns.first_visible.data_ptr()
         if columns.row_weight is not None:
@@ -249,6 +234,5 @@ class CpuColumnScores:
     def result(self) -> torch.Tensor:
         """Scores of each query head, shape (members, columns), float32."""
         if self._columns.reduction in ("max", "logit"):
-            scores = self._scores.amax(dim=1)
-            return scores.exp() if self._in_logits else scores
+            return self._scores.amax(dim=1)
         return self._scores.sum(dim=1)

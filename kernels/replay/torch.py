@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from . import blocked as blocked_replay
+from . import blocked
 from .blocked import Columns
 
 # Larger blocks gain little, smaller ones lose parallel work
@@ -38,12 +38,10 @@ class TorchColumnScores:
         logits[..., keys - rows :].masked_fill_(future, -torch.inf)
         if columns.first_visible is not None:
             oldest = columns.first_visible[first_row : first_row + rows].unsqueeze(-1)
-            logits.masked_fill_(torch.arange(keys, device=columns.device) < oldest, -torch.inf)
-        weights = logits
-        if columns.reduction != "logit" or columns.with_weights:
-            if self._buffer.numel() < logits.numel():
-                self._buffer = torch.empty_like(logits).view(-1)
-            weights = torch.softmax(logits, dim=-1, out=self._buffer[: logits.numel()].view(logits.shape))
+            logits.masked_fill_(torch.arange(keys, dtype=torch.int64, device=columns.device) < oldest, -torch.inf)
+        if self._buffer.numel() < logits.numel():
+            self._buffer = torch.empty(logits.numel(), dtype=columns.dtype, device=columns.device)
+        weights = torch.softmax(logits, dim=-1, out=self._buffer[: logits.numel()].view(logits.shape))
         if lse is not None:
             lse.copy_(logits.amax(dim=-1) - weights.amax(dim=-1).log())
         scored = (logits if columns.reduction == "logit" else weights)[..., columns.anchor : columns.first_own]
@@ -63,5 +61,4 @@ class TorchColumnScores:
         return self._scores
 
 
-replay_attention = partial(blocked_replay.replay_attention, TorchColumnScores)
-replay_scores = partial(blocked_replay.replay_scores, TorchColumnScores)
+replay_attention = partial(blocked.replay_attention, TorchColumnScores)

@@ -8,10 +8,11 @@ not. Decode kernels read the codes and dequantise in registers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from itertools import pairwise
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 
@@ -24,8 +25,24 @@ _SMALLEST = 2.0**-24  # smallest positive float16: the scale of a constant block
 _VALUE_ROWS = 1 << 14  # tokens quantised at a time: bounds the float32 copies
 
 
+@dataclass(frozen=True)
 class _Codes:
-    """What both quantised tensors share: they are read by kernels as codes, and here as numbers."""
+    """
+    What quantised keys and values share: kernels read them as codes, everything else as numbers.
+
+    Parameters
+    ----------
+    codes : torch.Tensor
+        uint8, shape (total, head_dim) in 8 bits, (total, head_dim // 2) in 4 (see :func:`pack_codes`).
+    scale, minimum : torch.Tensor
+        float16: what a code stands for.
+    bits : int
+        8 or 4.
+    head_dim : int
+        Channels of a key or value.
+    dtype : torch.dtype
+        Of what was quantised.
+    """
 
     codes: torch.Tensor
     scale: torch.Tensor
@@ -50,10 +67,18 @@ class _Codes:
     @property
     def nbytes(self) -> int:
         """Bytes of the storages held."""
-        return sum(part.untyped_storage().nbytes() for part in vars(self).values() if isinstance(part, torch.Tensor))
+        parts = (getattr(self, field.name) for field in fields(self))
+        return sum(part.untyped_storage().nbytes() for part in parts if isinstance(part, torch.Tensor))
 
-    def _numbers(self, span: slice, dtype: torch.dtype) -> torch.Tensor:
-        return unpack_codes(self.codes[span], self.bits).to(dtype)
+    def to(self: C, device: torch.device | str, non_blocking: bool = False) -> C:
+        """Copy to ``device``; bounds stay on the CPU."""
+        return replace(self, **self._changed(lambda part: part.to(device, non_blocking=non_blocking)))
+
+    def _changed(self, change: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
+        return {name: change(getattr(self, name)) for name in ("codes", "scale", "minimum")}
+
+
+C = TypeVar("C", bound=_Codes)
 
 
 @dataclass(frozen=True)
@@ -63,47 +88,32 @@ class QuantizedKeys(_Codes):
 
     Parameters
     ----------
-    codes : torch.Tensor
-        uint8, shape (total, head_dim) in 8 bits, (total, head_dim // 2) in 4 (see :func:`pack_codes`).
+    codes, bits, head_dim, dtype
+        See :class:`_Codes`.
     scale, minimum : torch.Tensor
         float16, shape (num_blocks, head_dim).
-    block_offsets : torch.Tensor
-        First block of each segment, shape (num_segments + 1,), int64, on the CPU.
-    bits : int
-        8 or 4.
-    head_dim : int
-        Channels of a key.
-    dtype : torch.dtype
-        Of the keys that were quantised.
+    cu_seqlens : torch.Tensor
+        Bounds of the segments they were quantised in, shape (num_segments + 1,), int64, on the CPU.
     """
 
-    codes: torch.Tensor
-    scale: torch.Tensor
-    minimum: torch.Tensor
-    block_offsets: torch.Tensor
-    bits: int
-    head_dim: int
-    dtype: torch.dtype
+    cu_seqlens: torch.Tensor
 
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> QuantizedKeys:
-        """Copy to ``device``; ``block_offsets`` stay on the CPU."""
-        return replace(self, **_moved(self, device, non_blocking))
+    @cached_property
+    def block_offsets(self) -> torch.Tensor:
+        """First block of each segment, shape (num_segments + 1,), int64, on the CPU."""
+        return Segments(self.cu_seqlens).block_offsets(KEY_BLOCK)
 
     def select(self, segments: Segments, chosen: Sequence[int]) -> QuantizedKeys:
         """Copy of the segments ``chosen``, in that order, with their codes and scales as they are."""
         blocks = Segments(self.block_offsets)
-        return replace(
-            self,
-            codes=segments.gather(self.codes, chosen),
-            scale=blocks.gather(self.scale, chosen),
-            minimum=blocks.gather(self.minimum, chosen),
-            block_offsets=blocks.select(chosen).cu_seqlens,
-        )
+        selected = self._changed(lambda part: blocks.gather(part, chosen))
+        selected["codes"] = segments.gather(self.codes, chosen)
+        return replace(self, **selected, cu_seqlens=segments.select(chosen).cu_seqlens)
 
     def dequantize_segment(self, segments: Segments, index: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The keys of one segment as numbers, shape (n, head_dim)."""
         first, last = segments.bounds[index : index + 2]
-        numbers = self._numbers(slice(first, last), dtype)
+        numbers = unpack_codes(self.codes[first:last], self.bits).to(dtype)
         block = int(self.block_offsets[index])
         whole, rest = divmod(last - first, KEY_BLOCK)
         scale, minimum = (part[block : block + whole + 1].to(dtype).unsqueeze(1) for part in (self.scale, self.minimum))
@@ -124,44 +134,26 @@ class QuantizedValues(_Codes):
 
     Parameters
     ----------
-    codes : torch.Tensor
-        uint8, shape (total, head_dim) in 8 bits, (total, head_dim // 2) in 4 (see :func:`pack_codes`).
+    codes, bits, head_dim, dtype
+        See :class:`_Codes`.
     scale, minimum : torch.Tensor
         float16, shape (total, num_groups): channel ``d`` belongs to group ``d // (head_dim // num_groups)``.
-    bits : int
-        8 or 4.
-    head_dim : int
-        Channels of a value.
-    dtype : torch.dtype
-        Of the values that were quantised.
     """
-
-    codes: torch.Tensor
-    scale: torch.Tensor
-    minimum: torch.Tensor
-    bits: int
-    head_dim: int
-    dtype: torch.dtype
-
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> QuantizedValues:
-        """Copy to ``device``."""
-        return replace(self, **_moved(self, device, non_blocking))
 
     def select(self, segments: Segments, chosen: Sequence[int]) -> QuantizedValues:
         """Copy of the segments ``chosen``, in that order, with their codes and scales as they are."""
-        selected: dict[str, Any] = {name: segments.gather(getattr(self, name), chosen) for name in _TENSORS}
-        return replace(self, **selected)
+        return replace(self, **self._changed(lambda part: segments.gather(part, chosen)))
 
     def dequantize_segment(self, segments: Segments, index: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The values of one segment as numbers, shape (n, head_dim)."""
-        return self._dequantize(slice(*segments.bounds[index : index + 2]), dtype)
+        return self._numbers(slice(*segments.bounds[index : index + 2]), dtype)
 
     def dequantize(self, segments: Segments | None = None) -> torch.Tensor:
         """The values as numbers, float32, shape (total, head_dim)."""
-        return self._dequantize(slice(None), torch.float32)
+        return self._numbers(slice(None), torch.float32)
 
-    def _dequantize(self, span: slice, dtype: torch.dtype) -> torch.Tensor:
-        numbers = self._numbers(span, dtype)
+    def _numbers(self, span: slice, dtype: torch.dtype) -> torch.Tensor:
+        numbers = unpack_codes(self.codes[span], self.bits).to(dtype)
         groups = self.scale.shape[1]
         scale, minimum = (part[span].to(dtype).unsqueeze(-1) for part in (self.scale, self.minimum))
         numbers.view(len(numbers), groups, self.head_dim // groups).mul_(scale).add_(minimum)
@@ -171,29 +163,13 @@ class QuantizedValues(_Codes):
 PackedKeys: TypeAlias = torch.Tensor | QuantizedKeys
 PackedValues: TypeAlias = torch.Tensor | QuantizedValues
 
-_TENSORS = ("codes", "scale", "minimum")
-
-
-def _moved(packed: _Codes, device: torch.device | str, non_blocking: bool) -> dict[str, Any]:
-    return {name: getattr(packed, name).to(device, non_blocking=non_blocking) for name in _TENSORS}
-
 
 def pack_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
     """
-    Codes as they are stored.
+    Codes (total, head_dim), each below ``2 ** bits``, as they are stored: uint8, (total, head_dim * bits // 8).
 
-    Parameters
-    ----------
-    codes : torch.Tensor
-        uint8, shape (total, head_dim), each below ``2 ** bits``.
-    bits : int
-        8 or 4. In 4 bits, byte ``j`` holds channel ``j`` in its low half and ``j + head_dim // 2`` in its high half, so
-        that both halves unpack to contiguous channels.
-
-    Returns
-    -------
-    torch.Tensor
-        uint8, shape (total, head_dim * bits // 8).
+    In 4 bits, byte ``j`` holds channel ``j`` in its low half and ``j + head_dim // 2`` in its high half, so that both
+    halves unpack to contiguous channels.
     """
     if bits == 8:
         return codes.contiguous()
@@ -235,13 +211,9 @@ def quantize_keys(packed_key: torch.Tensor, segments: Segments, bits: int) -> Qu
         # Repeating the last key fills its block and changes neither end of a channel's range
         filling = numbers[-1:].expand(-(last - first) % KEY_BLOCK, head_dim)
         blocks = torch.cat([numbers, filling]).view(-1, KEY_BLOCK, head_dim)
-        scale, minimum = _scales(blocks.amin(dim=1), blocks.amax(dim=1), bits)
-        codes = _encode(blocks, scale.unsqueeze(1), minimum.unsqueeze(1), bits)
-        parts.append((pack_codes(codes.view(-1, head_dim)[: last - first], bits), scale, minimum))
-    codes, scale, minimum = map(torch.cat, zip(*parts, strict=True))
-    _check_scales(scale, minimum)
-    offsets = segments.block_offsets(KEY_BLOCK)
-    return QuantizedKeys(codes, scale, minimum, offsets, bits, head_dim, packed_key.dtype)
+        codes, *scales = _encode(blocks, 1, bits)
+        parts.append((pack_codes(codes.view(-1, head_dim)[: last - first], bits), *scales))
+    return QuantizedKeys(*_joined(parts), bits, head_dim, packed_key.dtype, segments.cu_seqlens)
 
 
 def quantize_values(packed_value: torch.Tensor, bits: int) -> QuantizedValues:
@@ -265,13 +237,9 @@ def quantize_values(packed_value: torch.Tensor, bits: int) -> QuantizedValues:
     groups = head_dim // VALUE_GROUP if head_dim % VALUE_GROUP == 0 else 1
     parts = []
     for rows in packed_value.split(_VALUE_ROWS):
-        numbers = rows.float().view(len(rows), groups, head_dim // groups)
-        scale, minimum = _scales(numbers.amin(dim=-1), numbers.amax(dim=-1), bits)
-        codes = _encode(numbers, scale.unsqueeze(-1), minimum.unsqueeze(-1), bits)
-        parts.append((pack_codes(codes.view(len(rows), head_dim), bits), scale, minimum))
-    codes, scale, minimum = map(torch.cat, zip(*parts, strict=True))
-    _check_scales(scale, minimum)
-    return QuantizedValues(codes, scale, minimum, bits, head_dim, packed_value.dtype)
+        codes, *scales = _encode(rows.float().view(len(rows), groups, head_dim // groups), 2, bits)
+        parts.append((pack_codes(codes.view(len(rows), head_dim), bits), *scales))
+    return QuantizedValues(*_joined(parts), bits, head_dim, packed_value.dtype)
 
 
 def check_bits(bits: int, head_dim: int) -> None:
@@ -289,18 +257,18 @@ def _half_below(numbers: torch.Tensor) -> torch.Tensor:
     return torch.where(nearest.float() > numbers, below, nearest)
 
 
-def _scales(minimum: torch.Tensor, maximum: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _encode(numbers: torch.Tensor, dim: int, bits: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Codes in the shape of ``numbers``, scale and minimum in float16, shared along ``dim``."""
     # Rounded outwards, so that the codes reach both ends of the range: no number is further off than half a step
-    stored = _half_below(minimum)
-    steps = (maximum - stored.float()) / (2**bits - 1)
-    return -_half_below(-steps.clamp_min(_SMALLEST)), stored
+    minimum = _half_below(numbers.amin(dim, keepdim=True))
+    steps = (numbers.amax(dim, keepdim=True) - minimum.float()) / (2**bits - 1)
+    scale = -_half_below(-steps.clamp_min(_SMALLEST))
+    codes = ((numbers - minimum.float()) / scale.float()).round_()
+    return codes.clamp_(0, 2**bits - 1).to(torch.uint8), scale.squeeze(dim), minimum.squeeze(dim)
 
 
-def _check_scales(scale: torch.Tensor, minimum: torch.Tensor) -> None:
+def _joined(parts: list[tuple[torch.Tensor, ...]]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    codes, scale, minimum = map(torch.cat, zip(*parts, strict=True))
     if not (torch.isfinite(scale).all() and torch.isfinite(minimum).all()):
         raise ValueError("keys and values must be finite and below 65,504 to be quantised; keep this cache unquantised")
-
-
-def _encode(numbers: torch.Tensor, scale: torch.Tensor, minimum: torch.Tensor, bits: int) -> torch.Tensor:
-    codes = ((numbers - minimum.float()) / scale.float()).round_()
-    return codes.clamp_(0, 2**bits - 1).to(torch.uint8)
+    return codes, scale, minimum

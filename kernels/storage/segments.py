@@ -43,13 +43,14 @@ class Segments:
         self._num_segments = len(lengths)
         self.total = int(self.cu_seqlens[-1])
         self.max_length = int(lengths.max())
-        self._derived: dict[Any, Any] = {}
+        self._derived: dict[Hashable, Any] = {}
+        self._agreed = self.cu_seqlens
 
     @classmethod
     def from_lengths(cls, lengths: torch.Tensor) -> Segments:
         """Segments of the given lengths, shape (num_segments,), integers."""
-        lengths = lengths.to(device="cpu", dtype=torch.int64)
-        return cls(torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]))
+        ends = lengths.to(device="cpu", dtype=torch.int64).cumsum(0)
+        return cls(torch.nn.functional.pad(ends, (1, 0)))
 
     def __len__(self) -> int:
         return self._num_segments
@@ -71,6 +72,14 @@ class Segments:
         """``cu_seqlens`` as a list."""
         return self.cu_seqlens.tolist()
 
+    def has_bounds(self, cu_seqlens: torch.Tensor) -> bool:
+        """Whether ``cu_seqlens``, int64 on the CPU, are these bounds; those that were last asked about are known."""
+        if cu_seqlens is not self._agreed:
+            if not torch.equal(cu_seqlens, self.cu_seqlens):
+                return False
+            self._agreed = cu_seqlens
+        return True
+
     def spans(self, chosen: Sequence[int]) -> Iterator[slice]:
         """Where the segments ``chosen`` lie in a packed tensor; neighbours are joined to one slice."""
         bounds = self.bounds
@@ -90,24 +99,11 @@ class Segments:
 
     def block_offsets(self, block: int) -> torch.Tensor:
         """
-        Index of each segment's first block when every segment is cut into blocks of its own.
+        Index of each segment's first block when every segment is cut into blocks of its own, of ``block`` pairs.
 
-        Parameters
-        ----------
-        block : int
-            Pairs a block; the last block of a segment may hold fewer.
-
-        Returns
-        -------
-        torch.Tensor
-            Shape (num_segments + 1,), int64, on the CPU.
+        Shape (num_segments + 1,), int64, on the CPU; the last block of a segment may hold fewer pairs.
         """
-        blocks = (self.lengths + block - 1) // block
-        return torch.cat([blocks.new_zeros(1), blocks.cumsum(0)])
-
-    def on_device(self, name: str, device: torch.device, values: torch.Tensor) -> torch.Tensor:
-        """The int32 copy of ``values`` on ``device``, made at the first call with this ``name`` and kept."""
-        return self.derived((name, device), lambda: values.to(device=device, dtype=torch.int32))
+        return Segments.from_lengths((self.lengths + block - 1) // block).cu_seqlens
 
     def derived(self, key: Hashable, make: Callable[[], T]) -> T:
         """What ``make`` returned at the first call with this ``key``: a kernel's own plan of the segments."""
