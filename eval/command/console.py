@@ -1,96 +1,39 @@
-"""Plain text tables of an evaluation, for the terminal."""
+"""What `kvzip-eval` prints of an evaluation: the report's tables of scores, as aligned text."""
 
 from __future__ import annotations
 
-from collections import Counter
+import textwrap
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
-from ..presses.registry import FULL
-from ..report.parts import part_tables
-from ..report.summary import summarise, title_of
-from ..results.record import Record, format_table
+from ..report.summary import summarise
+from ..report.tables import SCORE_COLUMNS, all_tables
+from ..results.record import Record
 from ..run.sweep import Effort
 
-COLUMNS = {
-    "task": "",
-    "press": "",
-    "ratio": ".3g",
-    "kept": ".3f",
-    "contexts": "d",
-    "score": ".3f",
-    "error": ".3f",
-    "minus full": "+.3f",
-    "95 % interval": "",
-    "of full": ".3f",
-}
+# In the report; the scores of a task are also in its cells.
+ELSEWHERE = ("Scores", "Provenance")
 
 
 def score_tables(records: Iterable[Record]) -> str:
     """
-    Scores of each task, of its parts, and relative to the full cache over all tasks, for each setting.
+    Every cell, scores of subtasks and drift, relative averages, and what was skipped.
 
     Parameters
     ----------
     records : iterable of dict
         Records of a results folder.
     """
-    summary = summarise(records)
     parts = []
-    for setting in summary.settings:
-        rows = []
-        for cell in summary.cells:
-            if cell.setting == setting:
-                interval = None if cell.interval is None else "{:+.3f} to {:+.3f}".format(*cell.interval)
-                rows.append(
-                    {
-                        "task": title_of(summary, cell.task),
-                        "press": cell.press,
-                        "ratio": cell.ratio,
-                        "kept": cell.kept,
-                        "contexts": cell.samples,
-                        "score": cell.score,
-                        "error": cell.error,
-                        "minus full": cell.difference,
-                        "95 % interval": interval,
-                        "of full": None if cell.press == FULL else cell.relative,
-                    }
-                )
-        if rows:
-            parts.append(f"{setting}\n\n{format_table(rows, COLUMNS)}")
-        for table in part_tables(summary, setting):
-            cells = [dict(zip(table.columns, row, strict=True)) for row in table.rows]
-            parts.append(f"{table.title}\n\n{format_table(cells, dict.fromkeys(table.columns, ''))}")
-        averages = [average for average in summary.averages if average.setting == setting]
-        if averages:
-            parts.append(_relative_table(averages, summary.presses, summary.ratios))
-    if summary.skipped:
-        parts.append(_skipped_table(summary.skipped))
+    tables = [table for table in all_tables(summarise(records), {}) if not table.section.startswith(ELSEWHERE)]
+    # What is read first comes last, above the prompt.
+    for table in sorted(tables, key=lambda table: not table.section.startswith("All figures")):
+        heading = f"{table.section}: {table.title}" if table.title else f"{table.section}. {table.note}"
+        # The costs of a cell would not fit on a line.
+        figures = len(SCORE_COLUMNS) if table.section.startswith("All figures") else None
+        shown = replace(table, columns=table.columns[:figures], rows=[row[:figures] for row in table.rows])
+        parts.append(f"{textwrap.fill(heading, 100)}\n\n{shown.text()}")
     return "\n\n".join(parts)
-
-
-def _relative_table(averages: list, presses: list[str], ratios: list[float]) -> str:
-    found = {(average.press, average.ratio): average for average in averages}
-    columns = {"press": "", **{f"{ratio:g}": ".3f" for ratio in ratios}}
-    rows = [
-        {"press": press} | {f"{ratio:g}": found[press, ratio].relative for ratio in ratios if (press, ratio) in found}
-        for press in presses
-        if any((press, ratio) in found for ratio in ratios)
-    ]
-    tasks = max(average.tasks for average in averages)
-    return (
-        f"Score divided by the full cache's, mean over {tasks} tasks, by kept fraction\n\n{format_table(rows, columns)}"
-    )
-
-
-def _skipped_table(skipped: Counter) -> str:
-    counts: Counter = Counter()
-    for (_, task, press, ratio, reason), number in skipped.items():
-        counts[task, f"{press} {ratio:g}", reason] += number
-    rows = [
-        {"task": task, "press": press, "contexts": number, "reason": reason}
-        for (task, press, reason), number in counts.items()
-    ]
-    return "Skipped\n\n" + format_table(rows, {"task": "", "press": "", "contexts": "d", "reason": ""})
 
 
 def saved_line(saved: Mapping[str, int]) -> str:
