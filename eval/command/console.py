@@ -2,38 +2,45 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
+from ..report.format import Table
 from ..report.summary import summarise
-from ..report.tables import SCORE_COLUMNS, all_tables
+from ..report.tables import SCORE_COLUMNS, cell_table, matrix, question_tables, skipped_table
 from ..results.record import Record
 from ..run.sweep import Effort
-
-# In the report; the scores of a task are also in its cells.
-ELSEWHERE = ("Scores", "Provenance")
 
 
 def score_tables(records: Iterable[Record]) -> str:
     """
-    Every cell, scores of subtasks and drift, relative averages, and what was skipped.
+    Scores of each task, of its parts, and relative to the full cache over all tasks, for each setting.
 
     Parameters
     ----------
     records : iterable of dict
         Records of a results folder.
     """
+    summary = summarise(records)
     parts = []
-    tables = [table for table in all_tables(summarise(records), {}) if not table.section.startswith(ELSEWHERE)]
-    # What is read first comes last, above the prompt.
-    for table in sorted(tables, key=lambda table: not table.section.startswith("All figures")):
-        heading = f"{table.section}: {table.title}" if table.title else f"{table.section}. {table.note}"
-        # The costs of a cell would not fit on a line.
-        figures = len(SCORE_COLUMNS) if table.section.startswith("All figures") else None
-        shown = replace(table, columns=table.columns[:figures], rows=[row[:figures] for row in table.rows])
-        parts.append(f"{textwrap.fill(heading, 100)}\n\n{shown.text()}")
-    return "\n\n".join(parts)
+    for setting in summary.settings:
+        averages = summary.averages_of(setting)
+        means = {(average.press, average.ratio): f"{average.relative:.3f}" for average in averages}
+        tasks = max((average.tasks for average in averages), default=0)
+        over_all = f"Score divided by the full cache's, mean over {tasks} tasks, by kept fraction"
+        tables = [
+            *(_without_costs(cell_table(summary, setting, task)) for task in summary.tasks),
+            *(table for task in summary.tasks for table in question_tables(summary, setting, task)),
+            matrix(summary, means, title=over_all),
+        ]
+        parts += [setting, *(f"{table.title}\n\n{table.text()}" for table in tables if table.rows)]
+    skipped = skipped_table(summary, {})
+    return "\n\n".join([*parts, f"{skipped.section}\n\n{skipped.text()}"] if skipped.rows else parts)
+
+
+def _without_costs(table: Table) -> Table:
+    """What fits on a line."""
+    return replace(table, columns=SCORE_COLUMNS, rows=[row[: len(SCORE_COLUMNS)] for row in table.rows])
 
 
 def saved_line(saved: Mapping[str, int]) -> str:

@@ -23,38 +23,27 @@ Cost = dict[str, float | None]
 
 @dataclass(frozen=True)
 class Cell:
-    """
-    One press at one ratio on one task in one setting.
-
-    Attributes
-    ----------
-    samples : int
-        Contexts that were answered.
-    score, error : float
-        Mean over the contexts and its standard error, which a single context does not have.
-    difference : tuple[float, float, float]
-        Minus the full cache's score on the same contexts, and the bounds of its bootstrap interval.
-    relative, relative_error : float
-        Divided by the full cache's score on the same contexts; None where that is 0 or was not measured.
-    kept : float
-        Mean fraction of the compressible pairs that was really kept.
-    cost, relative_cost : Cost
-        Of a context; the relative one divides by the full cache's of the same contexts, and its compression is
-        prefill and compression divided by the full cache's prefill, since some presses compress while they prefill.
-    """
+    """One press at one ratio on one task in one setting; what compares with the full cache is of the same contexts."""
 
     setting: str
     task: str
     press: str
     ratio: float
+    # Contexts that were answered.
     samples: int
+    # Mean over the contexts and its standard error, which a single context does not have.
     score: float
     error: float | None
+    # Minus the full cache's score, and the bounds of its bootstrap interval.
     difference: tuple[float, float, float] | None
+    # Divided by the full cache's score; None where that is 0 or was not measured.
     relative: float | None
     relative_error: float | None
+    # Mean fraction of the compressible pairs that was really kept.
     kept: float
     cost: Cost
+    # Divided by the full cache's. Compression is here prefill and compression divided by the full cache's prefill,
+    # since some presses compress while they prefill.
     relative_cost: Cost
 
 
@@ -107,7 +96,9 @@ def averages_of(cells: list[Cell]) -> list[Average]:
     averages, failed = [], failed_tasks(cells)
     compared = [cell for cell in cells if cell.press != FULL and cell.relative is not None]
     comparable = [cell for cell in compared if (cell.setting, cell.task) not in failed]
-    for (setting, press, ratio), group in grouped(comparable, lambda cell: (cell.setting, cell.press, cell.ratio)).items():
+    for (setting, press, ratio), group in grouped(
+        comparable, lambda cell: (cell.setting, cell.press, cell.ratio)
+    ).items():
         errors = [cell.relative_error for cell in group if cell.relative_error is not None]
         averages.append(
             Average(

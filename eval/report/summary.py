@@ -33,33 +33,23 @@ CONTENTS = ("context_sha256", "questions_sha256", "instruction", "max_new_tokens
 
 @dataclass(frozen=True)
 class Summary:
-    """
-    All cells and what they are made of; names in the order of their first record, ratios rising.
-
-    Attributes
-    ----------
-    imitations : list[str]
-        Tasks whose samples only resemble the published ones.
-    measures : dict[str, str]
-        What the scores of a task say, where that is not how good the answers are.
-    skipped : Counter
-        Number of contexts by (setting, task, press, ratio, reason).
-    replaced : int
-        Records that a later one of the same cell and sample took the place of.
-    records : list[Record]
-        Those that count, each with its ``"setting"`` and ``"task_label"``.
-    """
+    """All cells and what they are made of; names in the order of their first record, ratios rising."""
 
     settings: list[str]
     tasks: list[str]
     presses: list[str]
     ratios: list[float]
+    # Tasks whose samples only resemble the published ones.
     imitations: list[str]
+    # What the scores of a task say, where that is not how good the answers are.
     measures: dict[str, str]
     cells: list[Cell]
     averages: list[Average]
+    # Number of contexts by setting, task, press, ratio and reason.
     skipped: Counter[tuple[str, str, str, float, str]]
+    # Records that a later one of the same cell and sample took the place of.
     replaced: int
+    # Those that count, each with its "setting" and "task_label".
     records: list[Record]
 
     def title_of(self, task: str) -> str:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
-from ..results.record import Record
 from .cells import FULL, Cell, failed_tasks
 from .format import MISSING, Table, figure, percent, with_error
 from .summary import SHARE, Summary
@@ -100,23 +99,22 @@ def score_table(summary: Summary, setting: str, task: str) -> Table:
 
 def question_tables(summary: Summary, setting: str, task: str) -> list[Table]:
     """A table for each subtask of a task that mixes several, and for each measure of drift that was taken."""
-    records = [
-        record
-        for record in summary.records
-        if (record["setting"], record["task_label"]) == (setting, task) and not record.get("skipped")
-    ]
-    details = [_details(question) for record in records for question in record["questions"]]
-    subtasks = dict.fromkeys(str(found["task"]) for found in details if "task" in found)
-    wanted = [("Subtasks", subtask, _score_of(subtask)) for subtask in subtasks]
-    wanted += [("Fidelity", DRIFT[name], _detail(name)) for name in DRIFT if any(name in found for found in details)]
+    contexts: dict[tuple[str, str], dict[tuple[str, float], list[float]]] = {}
+    for record in summary.records:
+        values: dict[tuple[str, str], list[float]] = {}
+        if (record["setting"], record["task_label"]) == (setting, task) and not record.get("skipped"):
+            for question in record["questions"]:
+                details = question.get("details") or {}
+                if "task" in details:
+                    values.setdefault(("Subtasks", str(details["task"])), []).append(question["score"])
+                for name, title in DRIFT.items():
+                    if details.get(name) is not None:
+                        values.setdefault(("Fidelity", title), []).append(details[name])
+        for part, found in values.items():
+            contexts.setdefault(part, {}).setdefault((record["press"], record["ratio"]), []).append(fmean(found))
     tables = []
-    for section, title, measured in wanted:
-        contexts: dict[tuple[str, float], list[float]] = {}
-        for record in records:
-            found = [value for question in record["questions"] if (value := measured(question)) is not None]
-            if found:
-                contexts.setdefault((record["press"], record["ratio"]), []).append(fmean(found))
-        texts = {place: with_error(*mean_and_error(values)) for place, values in contexts.items()}
+    for (section, title), places in sorted(contexts.items(), key=lambda part: part[0][0], reverse=True):
+        texts = {place: with_error(*mean_and_error(means)) for place, means in places.items()}
         tables.append(_means(summary, texts, section, f"{summary.title_of(task)}: {title}", "Mean over contexts"))
     return tables
 
@@ -124,18 +122,6 @@ def question_tables(summary: Summary, setting: str, task: str) -> list[Table]:
 def _means(summary: Summary, texts: Mapping[tuple[str, float], str], section: str, title: str, what: str) -> Table:
     full = "".join(f" Full cache: {text}." for (press, _), text in texts.items() if press == FULL)
     return matrix(summary, texts, section, title, f"{what} ± standard error, by kept fraction asked for.{full}")
-
-
-def _score_of(subtask: str) -> Callable[[Record], float | None]:
-    return lambda question: question["score"] if str(_details(question).get("task")) == subtask else None
-
-
-def _detail(name: str) -> Callable[[Record], float | None]:
-    return lambda question: _details(question).get(name)
-
-
-def _details(question: Record) -> Record:
-    return question.get("details") or {}
 
 
 def cell_table(summary: Summary, setting: str, task: str) -> Table:

@@ -31,23 +31,14 @@ def paired_difference(
     values: Sequence[float], bases: Sequence[float], *, level: float = 0.95, resamples: int = 10_000, seed: int = 0
 ) -> tuple[float, float, float]:
     """
-    Mean difference of scores of the same contexts, with a percentile bootstrap interval over the contexts.
+    Mean of ``values - bases`` and the bounds of a percentile bootstrap interval over the contexts.
 
     Parameters
     ----------
     values, bases : Sequence of float
         Scores of a press and of what it is compared with, in the same order of contexts.
     level : float
-        Of the interval.
-    resamples : int
-        Bootstrap samples.
-    seed : int
-        Of the resampling.
-
-    Returns
-    -------
-    tuple of float
-        Mean of ``values - bases``, and the bounds of its interval.
+        Of the interval, which is drawn from so many `resamples`.
 
     Raises
     ------

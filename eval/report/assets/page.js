@@ -8,12 +8,13 @@ const shows = (press) => press !== FULL && !state.off.has(press);
 const browser = sampleBrowser(report, state);
 
 // A plot in its frame, with a table of the same figures below it; returned is what draws it anew.
-function figure({ section, title, task, right, top, views, ...labels }) {
+function figure({ section, title, task, kept, top, views, ...labels }) {
   const room = make("div");
   const about = make("small");
   const details = make("details", { ontoggle: () => fill() }, make("summary", {}, "As a table"));
   const host = make("figure", {}, make("figcaption", {}, title, about), room, details);
   const view = () => views[state.setting];
+  const all = views.flatMap((one) => one?.points ?? []);
   const pick = task === undefined ? null : ({ press, ratio }) => browser.open(task, press, ratio);
   at(`${section}-plots`).append(host);
 
@@ -36,7 +37,7 @@ function figure({ section, title, task, right, top, views, ...labels }) {
     const { points, reference } = view();
     about.textContent = view().about;
     plot(room, { ...labels, reference, pick, points: points.filter(({ press }) => shows(press)), y: linear(top),
-      x: right ? linear(right) : state.log ? logarithmic(report.smallest) : linear(1),
+      x: !kept ? linear(Math.max(1.2, ...all.map(({ x }) => x))) : state.log ? logarithmic(report.smallest) : linear(1),
       summary: `${title}: ${labels.yLabel} against ${labels.xLabel}; the same figures are in the table below` });
     fill();
   };

@@ -34,17 +34,17 @@ function sampleBrowser(report, state) {
   let records = null;
   let found = [];
 
-  // Each record with its context, and the full cache's answers about it if it is not the full cache's itself.
+  // Each record with its context, and with the full cache's answers about it if it is of a press.
   function load() {
     const data = JSON.parse(at("records").textContent);
     const place = ({ setting, context }) => `${setting} ${context}`;
     const full = new Map(data.records.filter(({ press }) => press === FULL).map((record) => [place(record), record]));
     records = data.records;
+    for (const record of records) record.full = (record.press !== FULL && full.get(place(record))) || null;
     for (const record of records) {
-      record.full = record.press === FULL ? null : full.get(place(record)) ?? null;
+      record.context = data.contexts[record.context];
       record.answers = record.answers.map(([prediction, filtered, score]) => ({ prediction, filtered: filtered ?? prediction, score }));
     }
-    for (const record of records) record.context = data.contexts[record.context];
   }
 
   function refresh() {
