@@ -3,6 +3,7 @@
 import pytest
 from report_records import record
 
+from kvzip_press.eval.command.console import score_tables
 from kvzip_press.eval.report.format import Table, markdown
 from kvzip_press.eval.report.summary import summarise
 from kvzip_press.eval.report.tables import all_tables, provenance_facts
@@ -52,22 +53,15 @@ def test_relative_average_over_tasks():
     assert rows == [("kvzip", "0.708 ± 0.201", "–")]
 
 
-def test_tasks_that_the_full_cache_fails_are_in_no_average():
-    failed = records_of("three", "full", 1.0, [0, 0]) + records_of("three", "kvzip", 0.3, [0, 1])
+@pytest.mark.parametrize(("full", "ours", "relative"), [([0, 0], [0, 1], None), ([0, 0, 0, 0.25], [0, 0, 0, 1], 4)])
+def test_tasks_that_the_full_cache_fails_are_in_no_average(full, ours, relative):
+    """Neither what is 0 nor what is not told from 0: a division by noise would outweigh all other tasks."""
+    failed = records_of("three", "full", 1.0, full) + records_of("three", "kvzip", 0.3, ours)
     summary = summarise(two_tasks() + failed)
     assert [average.tasks for average in summary.averages] == [2]
-    assert cell_of(summary, "three", "kvzip").relative is None
-    assert cell_of(summary, "three", "kvzip").difference[0] == 0.5
-
-
-def test_tasks_on_which_the_full_cache_is_not_told_from_0_are_in_no_average():
-    """A division by noise would outweigh all other tasks: here it would be 4."""
-    noise = records_of("three", "full", 1.0, [0, 0, 0, 0.25]) + records_of("three", "kvzip", 0.3, [0, 0, 0, 1])
-    summary = summarise(two_tasks() + noise)
-    assert [average.tasks for average in summary.averages] == [2]
-    assert cell_of(summary, "three", "kvzip").relative == 4
-    table = next(table for table in all_tables(summary, {}) if table.section == "Relative average")
-    assert table.note.endswith("which are here: three.")
+    cell = cell_of(summary, "three", "kvzip")
+    assert (cell.relative, cell.difference[0]) == (relative, (sum(ours) - sum(full)) / len(full))
+    assert all_tables(summary, {})[0].note.endswith("which are here: three.")
 
 
 def test_an_unfinished_run_says_how_far_it_is():
@@ -254,13 +248,27 @@ def test_what_the_sweep_saved():
     assert rows == [("prefills", "12", "700"), ("replays", "24", "360")]
 
 
-def test_markdown_of_a_table():
-    table = Table(("press", "0.3"), [("a|b", "<b>")], "Part", "Title", "About\nit.")
+def test_a_table_in_markdown_and_as_text():
+    table = Table(("press", "0.3"), [("a|b", "<b>"), ("c", "1")], "Part", "Title", "About\nit.")
     text = markdown("Name", [table, table])
     assert text.count("## Part\n") == text.count("About it.") == 1 and text.count("### Title") == 2
     assert text.startswith(
         "# Name\n\n## Part\n\n### Title\n\nAbout it.\n\n| press | 0.3 |\n| --- | ---: |\n| a\\|b | &lt;b> |\n"
     )
+    assert table.text() == "press  0.3\na|b    <b>\nc        1"
+
+
+def test_the_terminal_shows_cells_parts_averages_and_what_was_skipped():
+    made = two_tasks() + [record("one", "9", "kvzip", 0.3, [], skipped="too long", questions=[])]
+    made[4]["questions"][0]["details"] = {"task": "part", "kl": 0.5}
+    lines = score_tables(made).splitlines()
+    assert lines[0] == "SmolLM2-135M-Instruct"
+    assert {"one", "two", "one: part", "one: KL(full, compressed), nats a token", "Skipped"} <= set(lines)
+    assert "press  ratio  n   kept          score        minus full [95 %]  of full" in lines
+    assert "kvzip    0.3  2  0.300  0.375 ± 0.125  -0.125 [-0.250, +0.000]    0.750" in lines
+    title = lines.index("Score divided by the full cache's, mean over 2 tasks, by kept fraction")
+    assert lines[title + 2 : title + 4] == ["press    0.3", "kvzip  0.708"]
+    assert lines[-1] == "one   kvzip  0.3    too long         1" and max(map(len, lines)) <= 100
 
 
 def test_the_machine_is_known_without_a_note_of_the_run():
