@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 
 from ..report.format import Table
 from ..report.summary import summarise
@@ -24,23 +23,22 @@ def score_tables(records: Iterable[Record]) -> str:
     summary = summarise(records)
     parts = []
     for setting in summary.settings:
+        cells = [cell_table(summary, setting, task) for task in summary.tasks]
+        # The costs of a cell would not fit on a line.
+        rows = [(table.title, *row[: len(SCORE_COLUMNS)]) for table in cells for row in table.rows]
         averages = summary.averages_of(setting)
         means = {(average.press, average.ratio): f"{average.relative:.3f}" for average in averages}
         tasks = max((average.tasks for average in averages), default=0)
-        over_all = f"Score divided by the full cache's, mean over {tasks} tasks, by kept fraction"
         tables = [
-            *(_without_costs(cell_table(summary, setting, task)) for task in summary.tasks),
+            Table(("task", *SCORE_COLUMNS), rows, title=setting, labels=2),
             *(table for task in summary.tasks for table in question_tables(summary, setting, task)),
-            matrix(summary, means, title=over_all),
+            matrix(
+                summary, means, title=f"Score divided by the full cache's, mean over {tasks} tasks, by kept fraction"
+            ),
         ]
-        parts += [setting, *(f"{table.title}\n\n{table.text()}" for table in tables if table.rows)]
+        parts += [f"{table.title}\n\n{table.text()}" for table in tables if table.rows]
     skipped = skipped_table(summary, {})
     return "\n\n".join([*parts, f"{skipped.section}\n\n{skipped.text()}"] if skipped.rows else parts)
-
-
-def _without_costs(table: Table) -> Table:
-    """What fits on a line."""
-    return replace(table, columns=SCORE_COLUMNS, rows=[row[: len(SCORE_COLUMNS)] for row in table.rows])
 
 
 def saved_line(saved: Mapping[str, int]) -> str:

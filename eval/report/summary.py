@@ -104,7 +104,7 @@ def summarise(records: Iterable[Record]) -> Summary:
 
 
 def _told_apart(records: Iterable[Record]) -> list[Record]:
-    """Add what of the identity keeps records apart: the weights, and which of the contents seen of a sample it has."""
+    """Add what of a record's identity tells it apart: weights, and which of the contents seen of its sample it has."""
     seen: dict[tuple[Hashable, ...], list[str]] = {}
     told = []
     for record in records:

@@ -47,7 +47,7 @@ def unfinished(summary: Summary, run: Mapping[str, Any]) -> str:
 
 
 def counted(number: int, one: str, more: str) -> str:
-    """So many of what is named."""
+    """A number and the noun that it counts."""
     return f"{number:,} {one if number == 1 else more}"
 
 

@@ -38,7 +38,9 @@ def paired_difference(
     values, bases : Sequence of float
         Scores of a press and of what it is compared with, in the same order of contexts.
     level : float
-        Of the interval, which is drawn from so many `resamples`.
+        Of the interval.
+    resamples, seed : int
+        Bootstrap samples, and the seed of their drawing.
 
     Raises
     ------

@@ -5,6 +5,8 @@ const state = { setting: 0, off: new Set(), log: report.log };
 const at = (id) => document.getElementById(id);
 const named = (press) => make("th", { scope: "row" }, key(press), report.presses[press]);
 const shows = (press) => press !== FULL && !state.off.has(press);
+// The rows whose press is shown, its number in place of its name
+const shownOf = (rows) => rows.map(([name, ...texts]) => [report.presses.indexOf(name), ...texts]).filter(([press]) => shows(press));
 const browser = sampleBrowser(report, state);
 
 // A plot in its frame, with a table of the same figures below it; returned is what draws it anew.
@@ -21,14 +23,11 @@ function figure({ section, title, task, kept, top, views, ...labels }) {
   function fill() {
     if (!details.open || !view()) return;
     const { columns, rows, note } = view().table;
-    const cell = (press) => (text, i) => {
-      const ratio = report.ratios.find((one) => +one.toPrecision(6) === +columns[i + 1]);
-      return pick && text !== "–"
-        ? make("td", {}, make("button", { type: "button", title: "Read these answers", onclick: () => pick({ press, ratio }) }, text)) : text;
-    };
-    const shown = rows.map(([name, ...texts]) => [report.presses.indexOf(name), texts]).filter(([press]) => shows(press));
-    details.replaceChildren(details.firstChild, make("p", { class: "small" }, note),
-      table(columns, shown.map(([press, texts]) => [named(press), ...texts.map(cell(press))])));
+    const ratioOf = (column) => report.ratios.find((ratio) => +ratio.toPrecision(6) === +column);
+    const button = (press, ratio, text) => make("button", { type: "button", title: "Read these answers", onclick: () => pick({ press, ratio }) }, text);
+    const cell = (press) => (text, i) => (pick && text !== "–" ? make("td", {}, button(press, ratioOf(columns[i + 1]), text)) : text);
+    details.replaceChildren(details.firstChild, note ? make("p", { class: "small" }, note) : "",
+      table(columns, shownOf(rows).map(([press, ...texts]) => [named(press), ...texts.map(cell(press))])));
   }
 
   return () => {
@@ -51,8 +50,7 @@ function draw() {
   for (const drawer of drawers) drawer();
   // The last column of the relative averages: how far each press goes before it loses too much.
   const rows = report.plots[0].views[state.setting]?.table.rows ?? [];
-  at("holds").replaceChildren(...rows.map((row) => [report.presses.indexOf(row[0]), row.at(-1)]).filter(([press]) => shows(press))
-    .map(([press, ratio]) => make("tr", {}, named(press), make("td", {}, ratio))));
+  at("holds").replaceChildren(...shownOf(rows).map((row) => make("tr", {}, named(row[0]), make("td", {}, row.at(-1)))));
 }
 
 function legend() {
@@ -91,7 +89,7 @@ function tables() {
     if (name !== section && title) at("all-tables").append(make("h3", {}, name));
     section = name;
     const details = make("details", { ontoggle: () => {
-      if (details.children.length === 1) details.append(make("p", { class: "note" }, note), table(columns, rows, labels));
+      if (details.children.length === 1) details.append(note ? make("p", { class: "note" }, note) : "", table(columns, rows, labels));
     } }, make("summary", {}, title || name));
     at("all-tables").append(details);
   }

@@ -13,7 +13,7 @@ const MARKERS = [
 ];
 const COLOURS = 8;
 
-// What is null or false is left out.
+// What is null, false or empty is left out.
 function make(tag, attributes = {}, ...children) {
   const node = DRAWN.has(tag) ? document.createElementNS("http://www.w3.org/2000/svg", tag) : document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
@@ -26,7 +26,8 @@ function make(tag, attributes = {}, ...children) {
 
 // Rows of texts or of ready cells; the first `labels` columns hold words.
 function table(columns, rows, labels = 1) {
-  const cell = (tag) => (content, i) => content.nodeType ? content : make(tag, { class: i < labels && "text" }, content);
+  const cell = (tag) => (content, i) => content.nodeType ? content
+    : make(tag, { class: i < labels && "text", scope: tag === "th" && "col" }, content);
   return make("div", { class: "scroll", tabindex: 0 }, make("table", {},
     make("thead", {}, make("tr", {}, columns.map(cell("th")))),
     make("tbody", {}, rows.map((row) => make("tr", {}, row.map(cell("td")))))));
@@ -67,36 +68,33 @@ function plot(host, { x, y, xLabel, yLabel, points, reference, pick, summary }) 
   const py = (value) => box.bottom - y.at(value) * (box.bottom - box.top);
   const across = (value, name) => make("line", { class: name, x1: box.left, x2: box.right, y1: py(value), y2: py(value) });
   const down = (value, name) => make("line", { class: name, x1: px(value), x2: px(value), y1: box.top, y2: box.bottom });
-  const label = (text, place) => make("text", place, text);
 
   const frame = make("g", {},
     y.ticks.map((tick) => [across(tick, tick ? "gridline" : "axis"),
-      label(tick, { x: box.left - 6, y: py(tick) + 4, "text-anchor": "end" })]).flat(),
+      make("text", { x: box.left - 6, y: py(tick) + 4, "text-anchor": "end" }, tick)]).flat(),
     x.ticks.map((tick) => [down(tick, "gridline"),
-      label(tick, { x: px(tick), y: box.bottom + 16, "text-anchor": "middle" })]).flat(),
-    label(yLabel, { x: 0, y: 11 }),
-    label(xLabel, { x: box.right, y: height - 4, "text-anchor": "end" }));
+      make("text", { x: px(tick), y: box.bottom + 16, "text-anchor": "middle" }, tick)]).flat(),
+    make("text", { x: 0, y: 11 }, yLabel), make("text", { x: box.right, y: height - 4, "text-anchor": "end" }, xLabel));
   if (reference) {
     const { x: at, y: level, e } = reference;
-    if (e) frame.append(make("rect", { class: "reference-band", x: box.left, width: box.right - box.left,
-      y: py(level + e), height: py(level - e) - py(level + e) }));
+    const band = { x: box.left, width: box.right - box.left, y: py(level + e), height: py(level - e) - py(level + e) };
+    if (e) frame.append(make("rect", { class: "reference-band", ...band }));
     frame.append(across(level, "reference"), at ? down(at, "reference") : "",
-      label(reference.label, { class: "reference-label", x: box.right, y: 11, "text-anchor": "end" }));
+      make("text", { class: "reference-label", x: box.right, y: 11, "text-anchor": "end" }, reference.label));
   }
 
   // The first press is drawn last, over the others.
   const presses = [...new Set(points.map(({ press }) => press))].sort((a, b) => b - a);
   const spots = [];
   const series = presses.map((press) => {
-    const own = points.filter((point) => point.press === press).sort((a, b) => a.ratio - b.ratio)
-      .map((point) => ({ ...point, left: px(point.x), top: py(point.y) }));
+    const own = points.filter((point) => point.press === press).sort((a, b) => a.ratio - b.ratio).map((point) => {
+      const [left, top] = [px(point.x), py(point.y)];
+      return { ...point, left, top, dot: make("path", { class: "dot", d: marker(press), transform: `translate(${left} ${top})` }) };
+    });
+    spots.push(...own);
     const bars = own.filter(({ e }) => e).map(({ left, y: mean, e }) => make("path", { class: "bar",
       d: `M${left} ${py(mean + e)}V${py(mean - e)}m-3 0h6M${left - 3} ${py(mean + e)}h6` }));
     const line = make("path", { class: "line", d: own.map(({ left, top }, i) => `${i ? "L" : "M"}${left} ${top}`).join("") });
-    for (const spot of own) {
-      spot.dot = make("path", { class: "dot", d: marker(press), transform: `translate(${spot.left} ${spot.top})` });
-    }
-    spots.push(...own);
     return make("g", { class: `series ${colour(press)}`, "data-press": press }, bars, line, own.map(({ dot }) => dot));
   });
 
