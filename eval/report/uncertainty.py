@@ -11,7 +11,7 @@ import numpy as np
 _BLOCK = 1 << 21
 
 
-def mean_and_error(values: list[float]) -> tuple[float, float | None]:
+def mean_and_error(values: Sequence[float]) -> tuple[float, float | None]:
     """Mean, and its standard error if there are at least two values."""
     error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else None
     return statistics.fmean(values), error

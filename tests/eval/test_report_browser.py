@@ -215,10 +215,7 @@ def test_the_kept_fraction_can_be_logarithmic(open_page):
 
 def test_dark_and_light(open_page):
     def luminance(page):
-        red, green, blue = map(
-            int, re.findall(r"\d+", page.evaluate("getComputedStyle(document.body).backgroundColor"))
-        )
-        return red + green + blue
+        return sum(map(int, re.findall(r"\d+", page.evaluate("getComputedStyle(document.body).backgroundColor"))))
 
     light, dark = open_page(color_scheme="light"), open_page(color_scheme="dark")
     assert luminance(light) > 650 and luminance(dark) < 120
