@@ -9,6 +9,7 @@ TASKS = {"niah_multikey_1": "ruler", "scbench_kv": "scbench", "squad": "squad"}
 # Kept fraction at which a press has lost half of the full cache's answers.
 HALF = {"full": 0.0, "kvzip": 0.08, "kvpress-kvzip": 0.11, "expected-attention": 0.33, "snapkv": 0.46, "knorm": 0.7}
 RATIOS = [0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9]
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
 HOSTILE = "</script><img src=x onerror=\"document.title='broken'\"><!--<script>"
 ABILITY = {"niah_multikey_1": 0.97, "scbench_kv": 0.8, "squad": 0.88}
 WORDS = "amber valley copper lantern winter harbour silent meadow paper engine cloud answer stone river".split()
@@ -29,43 +30,23 @@ def record(task: str, sample: str, press: str, ratio: float, scores: list[float]
         }
         for i, score in enumerate(scores)
     ]
-    full = press == "full"
-    plain = {
-        "model": "SmolLM2-135M-Instruct",
-        "dtype": "float32",
-        "attention": "sdpa",
-        "task": task,
-        "family": TASKS.get(task, task),
-        "task_version": 1,
-        "source": "generated",
-        "imitation": False,
-        "length": 4096,
-        "seed": 42,
-        "sample": sample,
-        "press": press,
-        "ratio": ratio,
-        "protocol": "agnostic",
-        "prompt": "paper",
-        "kept": ratio,
-        "kept_pairs": round(ratio * 1000),
-        "total_pairs": 1000,
-        "cache_bytes": round(ratio * 2**20),
-        "full_bytes": 2**20,
-        "context_tokens": 100,
-        "seconds": {"prefill": 2.0, "score": 0.0 if full else 1.0, "evict": 0.0 if full else 0.5, "answer": 4.0},
-        "context_sha256": hashlib.sha256(f"{task} {sample}".encode()).hexdigest(),
-        "context_excerpt": "The beginning of the context ... and its end.",
-        "questions": questions,
-        "score": sum(scores) / len(scores) if scores else None,
-        "skipped": None,
-        "version": "0.3.0",
-        "commit": "0123456789abcdef0123456789abcdef01234567",
-        "time": "2026-11-30T03:00:00+00:00",
-    } | changes
-    identity = "/".join(
-        str(plain[name]) for name in ("model", "task", "length", "sample", "press", "ratio", "protocol")
+    evicts = float(press != "full")
+    plain = (
+        {"model": "SmolLM2-135M-Instruct", "dtype": "float32", "attention": "sdpa"}
+        | {"task": task, "family": TASKS.get(task, task), "task_version": 1, "source": "generated", "imitation": False}
+        | {"length": 4096, "seed": 42, "sample": sample, "press": press, "ratio": ratio}
+        | {"protocol": "agnostic", "prompt": "paper", "context_tokens": 100}
+        | {"kept": ratio, "kept_pairs": round(ratio * 1000), "total_pairs": 1000}
+        | {"cache_bytes": round(ratio * 2**20), "full_bytes": 2**20}
+        | {"seconds": {"prefill": 2.0, "score": evicts, "evict": evicts / 2, "answer": 4.0}}
+        | {"context_sha256": hashlib.sha256(f"{task} {sample}".encode()).hexdigest()}
+        | {"context_excerpt": "The beginning of the context ... and its end."}
+        | {"questions": questions, "score": sum(scores) / len(scores) if scores else None, "skipped": None}
+        | {"version": "0.3.0", "commit": COMMIT, "time": "2026-11-30T03:00:00+00:00"}
+        | changes
     )
-    return {"key": hashlib.sha256(identity.encode()).hexdigest(), **plain}
+    identity = [str(plain[name]) for name in ("model", "task", "length", "sample", "press", "ratio", "protocol")]
+    return {"key": hashlib.sha256("/".join(identity).encode()).hexdigest(), **plain}
 
 
 def realistic(samples: int = 12, questions: int = 3, seed: int = 7) -> list[dict]:
@@ -86,8 +67,7 @@ def _context(task: str, sample: str, luck: list[float], rng: random.Random) -> l
     records = []
     for press, half in HALF.items():
         for ratio in [1.0] if press == "full" else RATIOS:
-            share = 1.0 if press == "full" else ratio**3 / (ratio**3 + half**3)
-            threshold = ABILITY[task] * share
+            threshold = ABILITY[task] * ratio**3 / (ratio**3 + half**3)
             scores = [float(draw + rng.gauss(0, 0.04) < threshold) for draw in luck]
             made = record(task, sample, press, ratio, scores)
             for j, (question, answer) in enumerate(zip(made["questions"], answers, strict=True)):
@@ -97,22 +77,13 @@ def _context(task: str, sample: str, luck: list[float], rng: random.Random) -> l
                 tail = f" {HOSTILE}" if j == 0 and sample == "000" else " as mentioned in the provided text."
                 question["prediction"] = f"The special magic number is {given}{tail}"
                 question["filtered"] = question["prediction"].lower()
-            evicts = press == "kvzip"
-            full_bytes = tokens * 46_080
-            kept_pairs = round(ratio * tokens * 90)
-            records.append(
-                made
-                | {
-                    "kept_pairs": kept_pairs,
-                    "total_pairs": tokens * 90,
-                    "kept": kept_pairs / (tokens * 90),
-                    "cache_bytes": round(full_bytes * (ratio if evicts or press == "full" else 1.98 - ratio * 0.9)),
-                    "full_bytes": full_bytes,
-                    "context_tokens": tokens,
-                    "seconds": _seconds(press, ratio, tokens, rng),
-                    "context_excerpt": f"One of the special magic numbers for amber-river is: {answers[0]}. {words}",
-                }
-            )
+            full_bytes, kept_pairs = tokens * 46_080, round(ratio * tokens * 90)
+            share = ratio if press in ("full", "kvzip") else 1.98 - ratio * 0.9
+            made |= {"kept_pairs": kept_pairs, "total_pairs": tokens * 90, "kept": kept_pairs / (tokens * 90)}
+            made |= {"cache_bytes": round(full_bytes * share), "full_bytes": full_bytes, "context_tokens": tokens}
+            made["seconds"] = _seconds(press, ratio, tokens, rng)
+            made["context_excerpt"] = f"One of the special magic numbers for amber-river is: {answers[0]}. {words}"
+            records.append(made)
     return records
 
 
@@ -130,18 +101,12 @@ def write_results(folder: Path, records: list[dict], **run) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     lines = (json.dumps(made, ensure_ascii=False) + "\n" for made in records)
     (folder / "samples.jsonl").write_text("".join(lines), encoding="utf-8")
-    provenance = {
-        "time": "2026-11-30T03:00:00+00:00",
-        "commit": "0123456789abcdef0123456789abcdef01234567",
-        "versions": {"kvzip-press": "0.3.0", "kvpress": "0.5.5", "transformers": "5.2.0", "torch": "2.13.0"},
-        "python": "3.11.7",
-        "machine": "x86_64",
-        "device": "cpu",
-        "threads": 2,
-        "model": "SmolLM2-135M-Instruct",
-        "dtype": "float32",
-        "attention": "sdpa",
-        "arguments": {"tasks": list(TASKS), "limit": 12},
-    } | run
+    provenance = (
+        {"time": "2026-11-30T03:00:00+00:00", "commit": COMMIT, "python": "3.11.7", "machine": "x86_64", "threads": 2}
+        | {"versions": {"kvzip-press": "0.3.0", "kvpress": "0.5.5", "transformers": "5.2.0", "torch": "2.13.0"}}
+        | {"model": "SmolLM2-135M-Instruct", "device": "cpu", "dtype": "float32", "attention": "sdpa"}
+        | {"arguments": {"tasks": list(TASKS), "limit": 12}}
+        | run
+    )
     (folder / "run.json").write_text(json.dumps(provenance), encoding="utf-8")
     return folder

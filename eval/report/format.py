@@ -1,13 +1,9 @@
-"""Tables of text, in Markdown, and how figures are written in them."""
+"""A table of texts, written in Markdown or aligned for a terminal, and how figures are written in its cells."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
-
-from .cells import FULL
-from .summary import Summary
 
 MISSING = "–"
 
@@ -15,25 +11,35 @@ MISSING = "–"
 @dataclass(frozen=True)
 class Table:
     """
-    Text in rows and columns.
+    Texts in rows and columns.
 
     Parameters
     ----------
-    section, title : str
-        Heading of several tables, and of this one.
     columns : tuple[str, ...]
-        Their names; the first `labels` of them hold text, the others figures.
+        Their names; the first `labels` of them hold words, the others figures.
+    rows : Sequence[tuple[str, ...]]
+        A text for each column.
+    section, title, note : str
+        Heading of several tables, of this one, and what is said above the rows.
     """
 
-    section: str
-    title: str
     columns: tuple[str, ...]
     rows: Sequence[tuple[str, ...]]
+    section: str = ""
+    title: str = ""
     note: str = ""
     labels: int = 1
 
+    def text(self) -> str:
+        """Rows below their columns, words to the left and figures to the right."""
+        lines = [self.columns, *self.rows]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        sides = ["<" if i < self.labels else ">" for i in range(len(widths))]
+        places = "  ".join(f"{{:{side}{width}}}" for side, width in zip(sides, widths, strict=True))
+        return "\n".join(places.format(*line).rstrip() for line in lines)
+
     def markdown(self) -> str:
-        """The table below its title and note."""
+        """Title, note and rows."""
         rule = ["---" if i < self.labels else "---:" for i in range(len(self.columns))]
         lines = [self.columns, rule, *self.rows]
         body = "\n".join("| " + " | ".join(map(_escape, line)) + " |" for line in lines)
@@ -53,40 +59,19 @@ def markdown(title: str, tables: Sequence[Table]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def matrix(
-    section: str, title: str, summary: Summary, values: Mapping[Any, Any], show: Callable[[Any], str], note: str
-) -> Table:
-    """
-    Lay out values by press and ratio.
-
-    Parameters
-    ----------
-    section, title, note : str
-        See :class:`Table`.
-    summary : Summary
-        Gives the order of presses and ratios.
-    values : Mapping
-        By (press, ratio); the full cache's are no row.
-    show : callable
-        Text of a value.
-    """
-    presses = [press for press in summary.presses if press != FULL and any(key[0] == press for key in values)]
-    ratios = [ratio for ratio in summary.ratios if any(key == (press, ratio) for press in presses for key in values)]
-    rows = [
-        (press, *(show(values[press, ratio]) if (press, ratio) in values else MISSING for ratio in ratios))
-        for press in presses
-    ]
-    return Table(section, title, ("press", *(f"{ratio:g}" for ratio in ratios)), rows, note)
+def with_error(value: float, error: float | None) -> str:
+    """A mean and its standard error, if there is one."""
+    return f"{value:.3f}" if error is None else f"{value:.3f} ± {error:.3f}"
 
 
-def plus_minus(error: float | None) -> str:
-    """A standard error behind its mean, if there is one."""
-    return "" if error is None else f" ± {error:.3f}"
+def figure(value: float | None, spec: str, unit: float = 1) -> str:
+    """A number in a unit, or a dash for one that is not known."""
+    return MISSING if value is None else format(value / unit, spec)
 
 
-def figure(value: float | None, spec: str) -> str:
-    """A number, or a dash for one that is not known."""
-    return MISSING if value is None else format(value, spec)
+def percent(fraction: float) -> str:
+    """A fraction in per cent, to a tenth at most."""
+    return f"{round(100 * fraction, 1):g} %"
 
 
 def _escape(text: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 from ..results.folder import sha256
@@ -32,45 +33,48 @@ CONTENTS = ("context_sha256", "questions_sha256", "instruction", "max_new_tokens
 
 @dataclass(frozen=True)
 class Summary:
-    """
-    All cells and what they are made of; names in the order of their first record, ratios rising.
-
-    Attributes
-    ----------
-    imitations : list[str]
-        Tasks whose samples only resemble the published ones.
-    measures : dict[str, str]
-        What the scores of a task say, where that is not how good the answers are.
-    skipped : Counter
-        Number of contexts by (setting, task, press, ratio, reason).
-    replaced : int
-        Records that a later one of the same cell and sample took the place of.
-    records : list[Record]
-        Those that count, each with its ``"setting"`` and ``"task_label"``.
-    """
+    """All cells and what they are made of; names in the order of their first record, ratios rising."""
 
     settings: list[str]
     tasks: list[str]
     presses: list[str]
     ratios: list[float]
+    # Tasks whose samples only resemble the published ones.
     imitations: list[str]
+    # What the scores of a task say, where that is not how good the answers are.
     measures: dict[str, str]
     cells: list[Cell]
     averages: list[Average]
+    # Number of contexts by setting, task, press, ratio and reason.
     skipped: Counter[tuple[str, str, str, float, str]]
+    # Records that a later one of the same cell and sample took the place of.
     replaced: int
+    # Those that count, each with its "setting" and "task_label".
     records: list[Record]
+
+    def title_of(self, task: str) -> str:
+        """The task's label, marked where its samples only resemble the published ones."""
+        return f"{task} (imitation)" if task in self.imitations else task
+
+    def cells_of(self, setting: str, task: str) -> list[Cell]:
+        """Those of a task, by press and ratio."""
+        found = [cell for cell in self.cells if (cell.setting, cell.task) == (setting, task)]
+        return sorted(found, key=lambda cell: (self.presses.index(cell.press), cell.ratio))
+
+    def averages_of(self, setting: str) -> list[Average]:
+        """Those over the tasks of a setting."""
+        return [average for average in self.averages if average.setting == setting]
+
+    def held_to(self, setting: str, press: str) -> float | None:
+        """Smallest measured ratio from which on upwards the press holds `SHARE` of the full cache's score, if any."""
+        averages = [average for average in self.averages_of(setting) if average.press == press]
+        falling = sorted(averages, key=lambda average: -average.ratio)
+        held = takewhile(lambda average: average.relative >= SHARE, falling)
+        return min((average.ratio for average in held), default=None)
 
 
 def summarise(records: Iterable[Record]) -> Summary:
-    """
-    Aggregate records.
-
-    Parameters
-    ----------
-    records : iterable of dict
-        As :func:`kvzip_press.eval.results.folder.read_records` returns them.
-    """
+    """Aggregate records as :func:`kvzip_press.eval.results.folder.read_records` returns them."""
     given = _told_apart(records)
     setting_of, task_of = _labels(given, SETTING), _labels(given, TASK)
     labelled = [
@@ -80,20 +84,14 @@ def summarise(records: Iterable[Record]) -> Summary:
     # A later record of the same place stands for a repeated run, of another version of the code for example.
     kept = list({(*_place(record), record["sample"]): record for record in labelled}.values())
     answered = [record for record in kept if not record.get("skipped")]
-    groups = grouped(answered, _place)
-    presses = sorted(_unique(record["press"] for record in kept), key=lambda press: press != FULL)
     full = {(*_place(record)[:2], record["sample"]): record for record in answered if record["press"] == FULL}
-    cells = [cell_of(place, group, full) for place, group in groups.items()]
-    measures = {
-        record["task_label"]: MEASURES[question["metric"]]
-        for record in answered
-        for question in record["questions"]
-        if question["metric"] in MEASURES
-    }
+    cells = [cell_of(place, group, full) for place, group in grouped(answered, _place).items()]
+    asked = [(record["task_label"], question["metric"]) for record in answered for question in record["questions"]]
+    measures = {task: MEASURES[metric] for task, metric in asked if metric in MEASURES}
     return Summary(
         settings=_unique(record["setting"] for record in kept),
         tasks=_unique(record["task_label"] for record in kept),
-        presses=presses,
+        presses=sorted(_unique(record["press"] for record in kept), key=lambda press: press != FULL),
         ratios=sorted(_unique(record["ratio"] for record in answered if record["press"] != FULL)),
         imitations=_unique(record["task_label"] for record in kept if record.get("imitation")),
         measures=measures,
@@ -106,7 +104,7 @@ def summarise(records: Iterable[Record]) -> Summary:
 
 
 def _told_apart(records: Iterable[Record]) -> list[Record]:
-    """Add what of the identity keeps records apart: the weights, and which of the contents seen of a sample it has."""
+    """Add what of a record's identity tells it apart: weights, and which of the contents seen of its sample it has."""
     seen: dict[tuple[Hashable, ...], list[str]] = {}
     told = []
     for record in records:
@@ -120,22 +118,6 @@ def _told_apart(records: Iterable[Record]) -> list[Record]:
         weights = (identity.get("model") or {}).get("weights")
         told.append({**record, **described, "weights": weights, "data": known.index(contents) + 1})
     return told
-
-
-def title_of(summary: Summary, task: str) -> str:
-    """The task's label, marked where its samples only resemble the published ones."""
-    return f"{task} (imitation)" if task in summary.imitations else task
-
-
-def held_to(summary: Summary, setting: str, press: str) -> float | None:
-    """Smallest measured ratio from which on upwards the press holds `SHARE` of the full cache's score; None if none."""
-    averages = [a for a in summary.averages if (a.setting, a.press) == (setting, press)]
-    lowest = None
-    for average in sorted(averages, key=lambda average: -average.ratio):
-        if average.relative < SHARE:
-            break
-        lowest = average.ratio
-    return lowest
 
 
 def _place(record: Record) -> Place:

@@ -1,24 +1,37 @@
-"""Means over contexts, their errors, and differences to the full cache on the same contexts."""
+"""How sure a mean over contexts is, and a difference or a ratio to the full cache on the same contexts."""
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 
 import numpy as np
 
-from ..results.record import mean_and_error
-
-__all__ = ["mean_and_error", "paired_difference"]
-
 # Numbers drawn at once
 _BLOCK = 1 << 21
+
+
+def mean_and_error(values: Sequence[float]) -> tuple[float, float | None]:
+    """Mean, and its standard error if there are at least two values."""
+    error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else None
+    return statistics.fmean(values), error
+
+
+def ratio_of_means(values: Sequence[float], bases: Sequence[float]) -> tuple[float | None, float | None]:
+    """Ratio of two means over the same contexts and its standard error by linearisation; None where undefined."""
+    base = statistics.fmean(bases) if bases else 0.0
+    if base == 0:
+        return None, None
+    ratio = statistics.fmean(values) / base
+    _, error = mean_and_error([value - ratio * other for value, other in zip(values, bases, strict=True)])
+    return ratio, None if error is None else error / base
 
 
 def paired_difference(
     values: Sequence[float], bases: Sequence[float], *, level: float = 0.95, resamples: int = 10_000, seed: int = 0
 ) -> tuple[float, float, float]:
     """
-    Mean difference of scores of the same contexts, with a percentile bootstrap interval over the contexts.
+    Mean of ``values - bases`` and the bounds of a percentile bootstrap interval over the contexts.
 
     Parameters
     ----------
@@ -26,15 +39,8 @@ def paired_difference(
         Scores of a press and of what it is compared with, in the same order of contexts.
     level : float
         Of the interval.
-    resamples : int
-        Bootstrap samples.
-    seed : int
-        Of the resampling.
-
-    Returns
-    -------
-    tuple of float
-        Mean of ``values - bases``, and the bounds of its interval.
+    resamples, seed : int
+        Bootstrap samples, and the seed of their drawing.
 
     Raises
     ------

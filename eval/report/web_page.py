@@ -14,9 +14,10 @@ from typing import Any
 
 from ..results.folder import read_records, read_run, write_atomically
 from ..results.record import Record
-from .cells import FULL, Average, Cell
-from .format import Table, markdown
-from .summary import SHARE, Summary, held_to, summarise, title_of
+from .cells import FULL
+from .format import Table, markdown, percent
+from .plots import all_plots
+from .summary import SHARE, Summary, summarise
 from .tables import all_tables, provenance_facts
 
 SCRIPTS = ("plots.js", "samples.js", "page.js")
@@ -62,20 +63,19 @@ def write_report(results: Path | str, out: Path | str | None = None) -> list[Pat
 
 
 def page(title: str, summary: Summary, tables: Sequence[Table], run: Mapping[str, Any]) -> str:
-    """
-    The page as text.
-
-    Parameters
-    ----------
-    title : str
-        Its heading.
-    summary : Summary
-        What is plotted, and the records to browse.
-    tables : Sequence[Table]
-        Shown below the plots.
-    run : Mapping[str, Any]
-        Provenance, for the line below the heading.
-    """
+    """The page as text: plots of the summary, its samples to browse, and the tables below them."""
+    smallest = min((cell.kept for cell in summary.cells if cell.press != FULL and cell.kept > 0), default=1.0)
+    report = {
+        "facts": provenance_facts(summary, run),
+        "settings": summary.settings,
+        "tasks": [summary.title_of(task) for task in summary.tasks],
+        "presses": summary.presses,
+        "ratios": summary.ratios,
+        "smallest": smallest,
+        "log": smallest < LINEAR_DOWN_TO,
+        "plots": all_plots(summary),
+        "tables": [vars(table) for table in tables],
+    }
     folder = resources.files("kvzip_press.eval.report") / "assets"
     style = (folder / "page.css").read_text(encoding="utf-8")
     # In one strict function: nothing of the page is global, and an element's id can't stand in for a variable.
@@ -83,106 +83,49 @@ def page(title: str, summary: Summary, tables: Sequence[Table], run: Mapping[str
     script = f'(() => {{\n"use strict";\n{script}}})();\n'
     return Template((folder / "page.html").read_text(encoding="utf-8")).substitute(
         title=html.escape(title),
+        share=percent(SHARE),
         policy=f"default-src 'none'; img-src data:; style-src '{_hash(style)}'; script-src '{_hash(script)}'",
         style=style,
         script=script,
-        report=_json(_report(summary, tables, run)),
+        report=_json(report),
         records=_json(_records(summary)),
     )
 
 
-def _report(summary: Summary, tables: Sequence[Table], run: Mapping[str, Any]) -> dict[str, Any]:
-    smallest = min((cell.kept for cell in summary.cells if cell.press != FULL and cell.kept > 0), default=1.0)
-    return {
-        "facts": provenance_facts(summary, run),
-        "settings": summary.settings,
-        "tasks": [title_of(summary, task) for task in summary.tasks],
-        "imitations": [summary.tasks.index(task) for task in summary.imitations],
-        "measures": [summary.measures.get(task, "score") for task in summary.tasks],
-        "presses": summary.presses,
-        "ratios": summary.ratios,
-        "smallest": smallest,
-        "log": smallest < LINEAR_DOWN_TO,
-        "share": SHARE,
-        "holds": [[held_to(summary, setting, press) for press in summary.presses] for setting in summary.settings],
-        "cells": [_cell(summary, cell) for cell in summary.cells],
-        "averages": [_average(summary, average) for average in summary.averages],
-        "tables": [vars(table) for table in tables],
-    }
-
-
-def _cell(summary: Summary, cell: Cell) -> dict[str, Any]:
-    return {
-        "setting": summary.settings.index(cell.setting),
-        "task": summary.tasks.index(cell.task),
-        "press": summary.presses.index(cell.press),
-        "ratio": cell.ratio,
-        "n": cell.samples,
-        "score": cell.score,
-        "error": cell.error,
-        "kept": cell.kept,
-        "difference": cell.difference,
-        "interval": cell.interval,
-    }
-
-
-def _average(summary: Summary, average: Average) -> dict[str, Any]:
-    return {
-        "setting": summary.settings.index(average.setting),
-        "press": summary.presses.index(average.press),
-        "ratio": average.ratio,
-        "tasks": average.tasks,
-        "relative": average.relative,
-        "error": average.error,
-        "kept": average.kept,
-        "memory": average.cost.cache_bytes,
-        "compression": average.cost.compression,
-        "token": average.cost.token,
-    }
-
-
 def _records(summary: Summary) -> dict[str, Any]:
     """Each context once, and the answers about it, with names as numbers."""
-    contexts: dict[tuple[Any, ...], int] = {}
-    described, records = [], []
+    numbers: dict[tuple[str, ...], int] = {}
+    contexts: list[dict[str, Any]] = []
+    answers = []
     for record in summary.records:
-        if record.get("skipped"):
-            continue
-        texts = tuple(question["text"] for question in record["questions"])
-        key = (record["task_label"], record["sample"], texts)
-        if key not in contexts:
-            contexts[key] = len(contexts)
-            described.append(_context(summary, record))
-        records.append(_answers(summary, record, contexts[key]))
-    return {"contexts": described, "records": records}
+        if not record.get("skipped"):
+            key = (record["task_label"], record["sample"], *(question["text"] for question in record["questions"]))
+            number = numbers.setdefault(key, len(numbers))
+            if number == len(contexts):
+                contexts.append(_context(summary, record))
+            answers.append(_answers(summary, record, number))
+    return {"contexts": contexts, "records": answers}
 
 
 def _context(summary: Summary, record: Record) -> dict[str, Any]:
+    asked = ("text", "answer_prefix", "answers", "metric")
     return {
         "task": summary.tasks.index(record["task_label"]),
         "sample": str(record["sample"]),
         "tokens": record.get("context_tokens"),
         "excerpt": record.get("context_excerpt") or "",
-        "questions": [
-            {
-                "text": question["text"],
-                "prefix": question.get("answer_prefix") or "",
-                "answers": [str(answer) for answer in question["answers"]],
-                "metric": question["metric"],
-            }
-            for question in record["questions"]
-        ],
+        "questions": [{name: question.get(name) for name in asked} for question in record["questions"]],
     }
 
 
 def _answers(summary: Summary, record: Record, context: int) -> dict[str, Any]:
+    copied = ("ratio", "kept", "kept_pairs", "total_pairs", "cache_bytes", "full_bytes")
     return {
         "setting": summary.settings.index(record["setting"]),
         "context": context,
         "press": summary.presses.index(record["press"]),
-        **{name: record.get(name) for name in ("ratio", "kept", "kept_pairs", "total_pairs")},
-        **{name: record.get(name) for name in ("cache_bytes", "full_bytes")},
-        "seconds": {name: _rounded(value) for name, value in (record.get("seconds") or {}).items()},
+        **{name: record.get(name) for name in copied},
+        "seconds": {name: value and round(value, 4) for name, value in (record.get("seconds") or {}).items()},
         "answers": [_answer(question) for question in record["questions"]],
     }
 
@@ -190,11 +133,7 @@ def _answers(summary: Summary, record: Record, context: int) -> dict[str, Any]:
 def _answer(question: Mapping[str, Any]) -> tuple[str, str | None, float]:
     # What the metric saw is left out where it is the whole answer: most of a report's size is answers.
     prediction, filtered = question["prediction"], question["filtered"]
-    return prediction, None if filtered == prediction else filtered, _rounded(question["score"]) or 0.0
-
-
-def _rounded(value: float | None) -> float | None:
-    return None if value is None else round(value, 4)
+    return prediction, None if filtered == prediction else filtered, round(question["score"], 4)
 
 
 def _json(data: Any) -> str:

@@ -84,12 +84,12 @@ def test_every_plot_is_drawn(open_page):
     assert page.locator("svg.plot").count() == PLOTS
     assert page.locator("svg.plot .series").count() == PLOTS * len(PRESSES)
     assert page.locator("svg.plot path.dot").count() == PLOTS * len(PRESSES) * len(RATIOS)
-    assert page.locator("#task-plots .reference").count() == len(TASKS)
+    assert page.locator("#tasks-plots .reference").count() == len(TASKS)
 
 
 def test_points_lie_where_their_figures_say(open_page, records):
     page = open_page()
-    figure = page.locator("#task-plots figure").first
+    figure = page.locator("#tasks-plots figure").first
     ticks = {}
     for tick in figure.locator("text[text-anchor=end]").all():
         if re.fullmatch(r"[\d.]+", tick.text_content()):
@@ -106,8 +106,8 @@ def test_a_press_can_be_switched_off_and_on(open_page):
     page = open_page()
     button = page.get_by_role("button", name="snapkv", exact=True)
     of_snapkv = page.locator(f'svg.plot .series[data-press="{1 + PRESSES.index("snapkv")}"]')
-    page.locator("#task-plots figure summary").first.click()
-    table = page.locator("#task-plots figure table").first
+    page.locator("#tasks-plots figure summary").first.click()
+    table = page.locator("#tasks-plots figure table").first
     assert of_snapkv.count() == PLOTS and table.get_by_text("snapkv").count() == 1
     button.click()
     assert button.get_attribute("aria-pressed") == "false"
@@ -164,8 +164,8 @@ def test_the_answers_can_be_filtered(open_page, records):
 
 def test_a_card_shows_both_answers_and_leads_to_others(open_page, records):
     page = open_page()
-    page.locator("#task-plots figure summary").nth(1).click()
-    page.locator("#task-plots figure").nth(1).get_by_role("row", name="kvzip", exact=False).first.get_by_role(
+    page.locator("#tasks-plots figure summary").nth(1).click()
+    page.locator("#tasks-plots figure").nth(1).get_by_role("row", name="kvzip", exact=False).first.get_by_role(
         "button"
     ).nth(2).press("Enter")
     assert page.input_value("#filter-task") == "1" and page.input_value("#filter-ratio") == "0.2"
@@ -188,22 +188,24 @@ def test_a_card_shows_both_answers_and_leads_to_others(open_page, records):
     sync_api.expect(page.locator(".card").first.locator(".answer pre")).to_have_text(texts[2:])
 
 
-def test_a_point_leads_to_its_answers(open_page):
-    page = open_page()
-    dot = page.locator(
-        f'#task-plots figure >> nth=2 >> .series[data-press="{1 + PRESSES.index("knorm")}"] path.dot'
-    ).nth(5)
-    dot.hover(force=True)
-    assert page.locator("#tip").inner_text().startswith("knorm at 0.5\nscore ")
-    dot.click(force=True)
+@pytest.mark.parametrize("width", [1280, 390])
+def test_a_point_leads_to_its_answers(open_page, width):
+    """The plot fills its frame: were it scaled, points near the right edge would tell of their neighbours."""
+    page = open_page(viewport={"width": width, "height": 900})
+    knorm = 1 + PRESSES.index("knorm")
+    dots = page.locator(f'#tasks-plots figure >> nth=2 >> .series[data-press="{knorm}"] path.dot')
+    for dot, ratio in zip(dots.all()[3:], RATIOS[3:], strict=True):
+        dot.hover(force=True)
+        assert page.locator("#tip").inner_text().startswith(f"knorm at {ratio}\nscore ")
+    dots.last.click(force=True)
     values = [page.input_value(f"#filter-{name}") for name in ("task", "press", "ratio")]
-    assert values == ["2", f"{1 + PRESSES.index('knorm')}", "0.5"]
+    assert values == ["2", f"{knorm}", "0.9"]
     assert count(page) == 36 and page.locator("#tip").is_hidden()
 
 
 def test_the_kept_fraction_can_be_logarithmic(open_page):
     page = open_page()
-    ticks = page.locator("#average-plot text[text-anchor=middle]")
+    ticks = page.locator("#average-plots text[text-anchor=middle]")
     assert ticks.all_text_contents() == ["0", "0.2", "0.4", "0.6", "0.8", "1"]
     page.get_by_role("button", name="Kept: linear").click()
     assert ticks.all_text_contents() == ["0.05", "0.1", "0.2", "0.5", "1"]
@@ -213,10 +215,7 @@ def test_the_kept_fraction_can_be_logarithmic(open_page):
 
 def test_dark_and_light(open_page):
     def luminance(page):
-        red, green, blue = map(
-            int, re.findall(r"\d+", page.evaluate("getComputedStyle(document.body).backgroundColor"))
-        )
-        return red + green + blue
+        return sum(map(int, re.findall(r"\d+", page.evaluate("getComputedStyle(document.body).backgroundColor"))))
 
     light, dark = open_page(color_scheme="light"), open_page(color_scheme="dark")
     assert luminance(light) > 650 and luminance(dark) < 120
@@ -233,7 +232,7 @@ def test_a_phone_does_not_scroll_sideways(open_page):
     assert page.evaluate("document.documentElement.scrollWidth") == 360
     assert page.locator("svg.plot").count() == PLOTS
     # The first tap tells, the second leads to the answers.
-    dot = page.locator('#task-plots .series[data-press="1"] path.dot').nth(3)
+    dot = page.locator('#tasks-plots .series[data-press="1"] path.dot').nth(3)
     dot.tap(force=True)
     assert page.locator("#tip").is_visible() and page.input_value("#filter-ratio") == ""
     dot.tap(force=True)
@@ -277,10 +276,10 @@ def test_settings_are_shown_one_at_a_time(open_page, tmp_path):
         for press, ratio in (("full", 1.0), ("kvzip", 0.3))
     ]
     page = open_page(write_page(tmp_path, made))
-    assert page.locator("#task-plots figure:visible").count() == 1
-    assert page.locator("#task-plots .reference-label").all_text_contents() == ["full cache 1.00"]
+    assert page.locator("#tasks-plots figure:visible").count() == 1
+    assert page.locator("#tasks-plots .reference-label").all_text_contents() == ["full cache 1.00"]
     page.get_by_label("Setting").select_option(label="SmolLM2-135M-Instruct, protocol aware")
-    assert page.locator("#task-plots figure:visible").count() == 2
-    assert page.locator("#task-plots .reference-label").all_text_contents() == ["full cache 0.50", "full cache 0.25"]
+    assert page.locator("#tasks-plots figure:visible").count() == 2
+    assert page.locator("#tasks-plots .reference-label").all_text_contents() == ["full cache 0.50", "full cache 0.25"]
     page.locator("#samples").scroll_into_view_if_needed()
     sync_api.expect(page.locator("#count")).to_have_text("4 answers")

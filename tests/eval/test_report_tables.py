@@ -3,8 +3,9 @@
 import pytest
 from report_records import record
 
+from kvzip_press.eval.command.console import score_tables
 from kvzip_press.eval.report.format import Table, markdown
-from kvzip_press.eval.report.summary import held_to, summarise
+from kvzip_press.eval.report.summary import summarise
 from kvzip_press.eval.report.tables import all_tables, provenance_facts
 
 
@@ -36,12 +37,12 @@ def test_scores_differences_and_shares():
     full, cell = cell_of(summary, "one", "full", 1.0), cell_of(summary, "one", "kvzip")
     assert (full.samples, full.score, full.error) == (4, 0.75, pytest.approx(0.25))
     assert (cell.score, cell.error) == (0.5, pytest.approx((1 / 3) ** 0.5 / 2))
-    assert cell.difference == -0.25
-    assert -1 <= cell.interval[0] < -0.25 < cell.interval[1] <= 0
+    difference, low, high = cell.difference
+    assert -1 <= low < difference == -0.25 < high <= 0
     # Residuals of score - 2/3 of the full cache's: 1/3, -2/3, 0, 1/3.
     assert cell.relative == pytest.approx(2 / 3)
     assert cell.relative_error == pytest.approx((2 / 9) ** 0.5 / 2 / 0.75)
-    assert full.difference is None and full.interval is None and full.relative == 1
+    assert full.difference is None and full.relative == 1
 
 
 def test_relative_average_over_tasks():
@@ -52,22 +53,15 @@ def test_relative_average_over_tasks():
     assert rows == [("kvzip", "0.708 ± 0.201", "–")]
 
 
-def test_tasks_that_the_full_cache_fails_are_in_no_average():
-    failed = records_of("three", "full", 1.0, [0, 0]) + records_of("three", "kvzip", 0.3, [0, 1])
+@pytest.mark.parametrize(("full", "ours", "relative"), [([0, 0], [0, 1], None), ([0, 0, 0, 0.25], [0, 0, 0, 1], 4)])
+def test_tasks_that_the_full_cache_fails_are_in_no_average(full, ours, relative):
+    """Neither what is 0 nor what is not told from 0: a division by noise would outweigh all other tasks."""
+    failed = records_of("three", "full", 1.0, full) + records_of("three", "kvzip", 0.3, ours)
     summary = summarise(two_tasks() + failed)
     assert [average.tasks for average in summary.averages] == [2]
-    assert cell_of(summary, "three", "kvzip").relative is None
-    assert cell_of(summary, "three", "kvzip").difference == 0.5
-
-
-def test_tasks_on_which_the_full_cache_is_not_told_from_0_are_in_no_average():
-    """A division by noise would outweigh all other tasks: here it would be 4."""
-    noise = records_of("three", "full", 1.0, [0, 0, 0, 0.25]) + records_of("three", "kvzip", 0.3, [0, 0, 0, 1])
-    summary = summarise(two_tasks() + noise)
-    assert [average.tasks for average in summary.averages] == [2]
-    assert cell_of(summary, "three", "kvzip").relative == 4
-    table = next(table for table in all_tables(summary, {}) if table.section == "Relative average")
-    assert table.note.endswith("which are here: three.")
+    cell = cell_of(summary, "three", "kvzip")
+    assert (cell.relative, cell.difference[0]) == (relative, (sum(ours) - sum(full)) / len(full))
+    assert all_tables(summary, {})[0].note.endswith("which are here: three.")
 
 
 def test_an_unfinished_run_says_how_far_it_is():
@@ -87,7 +81,7 @@ def test_only_the_same_contexts_are_compared():
     summary = summarise([*two_tasks(), record("one", "9", "kvzip", 0.3, [1])])
     cell = cell_of(summary, "one", "kvzip")
     assert (cell.samples, cell.score) == (5, 0.6)
-    assert (cell.difference, cell.relative) == (-0.25, pytest.approx(2 / 3))
+    assert (cell.difference[0], cell.relative) == (-0.25, pytest.approx(2 / 3))
     row = rows_of(all_tables(summary, {}), "Scores", "one")[0]
     assert row[1].startswith("0.600")
 
@@ -133,7 +127,7 @@ def test_a_line_that_is_no_whole_record_is_named():
 
 def test_without_a_full_cache_nothing_is_compared():
     cell = summarise(records_of("one", "kvzip", 0.3, [1, 0])).cells[0]
-    assert (cell.difference, cell.interval, cell.relative, cell.relative_cost.cache_bytes) == (None,) * 4
+    assert (cell.difference, cell.relative, cell.relative_cost["cache_bytes"]) == (None,) * 3
     assert summarise([record("one", "0", "kvzip", 0.3, [1])]).cells[0].error is None
 
 
@@ -148,14 +142,14 @@ def test_costs_are_means_and_multiples():
     )
     cell = cell_of(summary, "one", "kvzip")
     assert cell.kept == pytest.approx(0.3)
-    assert (cell.cost.cache_bytes, cell.relative_cost.cache_bytes) == (1.5 * 2**18, 0.375)
-    assert (cell.cost.prefill, cell.cost.compression, cell.cost.answer) == (2.5, 1.5, 2.5)
+    assert (cell.cost["cache_bytes"], cell.relative_cost["cache_bytes"]) == (1.5 * 2**18, 0.375)
+    assert (cell.cost["prefill"], cell.cost["compression"], cell.cost["answer"]) == (2.5, 1.5, 2.5)
     # Prefill and compression, by the full cache's prefill of 2 s; its answers take 4 s.
-    assert (cell.relative_cost.compression, cell.relative_cost.answer) == (2.0, 0.625)
+    assert (cell.relative_cost["compression"], cell.relative_cost["answer"]) == (2.0, 0.625)
     row = rows_of(all_tables(summary, {}), "All figures", "one")[1]
     assert row[:7] == ("kvzip", "0.3", "2", "0.300", "1.000 ± 0.000", "+0.000 [+0.000, +0.000]", "1.000")
     # 4 s and 1 s for 8 tokens each.
-    assert cell.cost.token == 2.5 / 8 and cell.relative_cost.token == 0.625
+    assert cell.cost["token"] == 2.5 / 8 and cell.relative_cost["token"] == 0.625
     assert row[7:] == ("0.4", "0.38", "2.50", "1.50", "2.50", "312.5")
 
 
@@ -164,8 +158,8 @@ def test_a_press_holds_down_to_the_last_ratio_before_it_falls():
     shares = {0.9: 20, 0.5: 19, 0.3: 18, 0.1: 20}
     cells = [records_of("one", "kvzip", ratio, [1] * right + [0] * (20 - right)) for ratio, right in shares.items()]
     summary = summarise([*full, *sum(cells, []), *records_of("one", "knorm", 0.9, [0] * 20)])
-    assert held_to(summary, summary.settings[0], "kvzip") == 0.5
-    assert held_to(summary, summary.settings[0], "knorm") is None
+    assert summary.held_to(summary.settings[0], "kvzip") == 0.5
+    assert summary.held_to(summary.settings[0], "knorm") is None
 
 
 def test_settings_and_lengths_are_kept_apart():
@@ -254,13 +248,27 @@ def test_what_the_sweep_saved():
     assert rows == [("prefills", "12", "700"), ("replays", "24", "360")]
 
 
-def test_markdown_of_a_table():
-    table = Table("Part", "Title", ("press", "0.3"), [("a|b", "<b>")], note="About\nit.")
+def test_a_table_in_markdown_and_as_text():
+    table = Table(("press", "0.3"), [("a|b", "<b>"), ("c", "1")], "Part", "Title", "About\nit.")
     text = markdown("Name", [table, table])
     assert text.count("## Part\n") == text.count("About it.") == 1 and text.count("### Title") == 2
     assert text.startswith(
         "# Name\n\n## Part\n\n### Title\n\nAbout it.\n\n| press | 0.3 |\n| --- | ---: |\n| a\\|b | &lt;b> |\n"
     )
+    assert table.text() == "press  0.3\na|b    <b>\nc        1"
+
+
+def test_the_terminal_shows_cells_parts_averages_and_what_was_skipped():
+    made = two_tasks() + [record("one", "9", "kvzip", 0.3, [], skipped="too long", questions=[])]
+    made[4]["questions"][0]["details"] = {"task": "part", "kl": 0.5}
+    lines = score_tables(made).splitlines()
+    assert lines[0] == "SmolLM2-135M-Instruct"
+    assert {"one: part", "one: KL(full, compressed), nats a token", "Skipped"} <= set(lines)
+    assert "task  press  ratio  n   kept          score        minus full [95 %]  of full" in lines
+    assert "two   kvzip    0.3  2  0.300  0.375 ± 0.125  -0.125 [-0.250, +0.000]    0.750" in lines
+    title = lines.index("Score divided by the full cache's, mean over 2 tasks, by kept fraction")
+    assert lines[title + 2 : title + 4] == ["press    0.3", "kvzip  0.708"]
+    assert lines[-1] == "one   kvzip  0.3    too long         1" and max(map(len, lines)) <= 100
 
 
 def test_the_machine_is_known_without_a_note_of_the_run():

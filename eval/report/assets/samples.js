@@ -1,6 +1,6 @@
 // The answers themselves: read when they are first needed, filtered as they are, drawn as they are opened.
 const PAGE = 30;
-const BETTER = {
+const CHANGES = {
   "any": () => true,
   "worse": (answer, full) => answer.score < full.score,
   "better": (answer, full) => answer.score > full.score,
@@ -15,180 +15,145 @@ const OUTCOMES = {
   "wrong (0)": (score) => score === 0,
 };
 
-function sampleBrowser(report, state) {
-  const by = (id) => document.getElementById(id);
-  const filters = { task: "", press: "", ratio: "", outcome: "any", change: "any", text: "" };
-  let data = null;
-  let found = [];
-  let shown = 0;
-
-  function load() {
-    if (data) return data;
-    data = JSON.parse(by("records").textContent);
-    const full = report.presses.indexOf("full");
-    data.full = new Map(data.records.filter((r) => r.press === full).map((r) => [`${r.setting} ${r.context}`, r]));
-    for (const record of data.records) {
-      record.answers = record.answers.map(([prediction, filtered, score]) =>
-        ({ prediction, filtered: filtered ?? prediction, score }));
-    }
-    return data;
-  }
-
-  const fullOf = (record) => data.full.get(`${record.setting} ${record.context}`);
-
-  function matching() {
-    const { contexts, records } = load();
-    const [task, press, ratio] = [filters.task, filters.press, filters.ratio].map((text) => (text === "" ? null : +text));
-    const [rightly, changed, words] = [OUTCOMES[filters.outcome], BETTER[filters.change], filters.text.toLowerCase()];
-    const items = [];
-    for (const record of records) {
-      const context = contexts[record.context];
-      if (record.setting !== state.setting || (task !== null && context.task !== task)) continue;
-      if ((press !== null && record.press !== press) || (ratio !== null && record.ratio !== ratio)) continue;
-      const full = fullOf(record);
-      record.answers.forEach((answer, i) => {
-        if (!rightly(answer.score)) return;
-        if (filters.change !== "any" && !(full && full !== record && changed(answer, full.answers[i]))) return;
-        if (words && ![answer.prediction, context.questions[i].text, context.sample].join(" ").toLowerCase().includes(words)) return;
-        items.push({ record, context, i, full });
-      });
-    }
-    return items;
-  }
-
-  function refresh() {
-    found = matching();
-    shown = 0;
-    by("cards").replaceChildren();
-    by("count").textContent = `${found.length.toLocaleString("en")} ${found.length === 1 ? "answer" : "answers"}`;
-    more();
-  }
-
-  function more() {
-    by("cards").append(...found.slice(shown, shown + PAGE).map(card));
-    shown = Math.min(shown + PAGE, found.length);
-    by("more").hidden = shown === found.length;
-  }
-
-  const look = (score) => (score === 1 ? "good" : score === 0 ? "bad" : "half");
-  const word = (score) => (score === 1 ? "right" : score === 0 ? "wrong" : `partly ${score.toFixed(2)}`);
-  const badge = (score, before = "") => make("span", { class: `badge ${look(score)}` }, before + word(score));
-
-  const named = (record) => report.presses[record.press] + (record === fullOf(record) ? "" : ` at ${record.ratio}`);
-
-  function card({ record, context, i, full }) {
-    const node = make("details", { class: "card" },
-      make("summary", {}, key(record.press), make("b", {}, named(record)), badge(record.answers[i].score),
-        full && full !== record ? badge(full.answers[i].score, "full: ") : null,
-        make("span", {}, `${report.tasks[context.task]} · ${context.sample}`),
-        make("span", { class: "asked" }, context.questions[i].text)));
-    node.addEventListener("toggle", () => {
-      if (node.open && node.children.length === 1) node.append(body(node, record, context, i, full));
-    });
-    return node;
-  }
-
-  // Another press or ratio in the place of this card.
-  function turn(node, record, context, i) {
-    const other = card({ record, context, i, full: fullOf(record) });
-    other.open = true;
-    node.replaceWith(other);
-    other.firstChild.focus();
-  }
-
-  function body(node, record, context, i, full) {
-    const question = context.questions[i];
-    const answers = question.answers.length ? question.answers.join("\n") : "none given";
-    return make("div", {},
-      make("dl", {}, entry("Question", question.text), question.prefix ? entry("Answer begins", question.prefix) : null,
-        entry("Reference", answers), entry("Metric", question.metric),
-        entry("Kept", `${(100 * record.kept).toFixed(1)} % of the pairs (${count(record.kept_pairs)} of ${count(record.total_pairs)})`),
-        entry("Cache", `${mebibytes(record.cache_bytes)} MiB; full ${mebibytes(record.full_bytes)} MiB`),
-        entry("Seconds", Object.entries(record.seconds).map(([part, s]) => `${part} ${s === null ? "–" : s.toFixed(2)}`).join(", "))),
-      make("div", { class: "pair" }, answered(record, question, i), full && full !== record ? answered(full, question, i) : null),
-      make("p", { class: "small" }, `Context, ${count(context.tokens)} tokens, its beginning and end:`),
-      make("pre", { class: "context" }, marked(context.excerpt, question.answers)),
-      everywhere(node, record, context, i));
-  }
-
-  function answered(record, question, i) {
-    const { prediction, filtered, score } = record.answers[i];
-    return make("div", { class: `answer ${colour(record.press)}` },
-      make("h3", {}, key(record.press), named(record), badge(score)),
-      make("span", { class: "small" }, "Raw answer"),
-      make("pre", {}, prediction === "" ? "(empty)" : marked(prediction, question.answers)),
-      filtered === prediction ? null : [make("span", { class: "small" }, "What the metric saw"), make("pre", {}, filtered || "(empty)")]);
-  }
-
-  // The scores of this question under every press and ratio.
-  function everywhere(node, record, context, i) {
-    const others = data.records.filter((r) => r.context === record.context && r.setting === record.setting);
-    const ratios = [...new Set(others.map((r) => r.ratio))].sort((a, b) => a - b);
-    const rows = [...new Set(others.map((r) => r.press))].map((press) => make("tr", {},
-      make("th", { scope: "row" }, key(press), report.presses[press]),
-      ratios.map((ratio) => {
-        const other = others.find((r) => r.press === press && r.ratio === ratio);
-        if (!other) return make("td");
-        const { score } = other.answers[i];
-        return make("td", { class: look(score), "aria-current": other === record && "true" }, make("button", { type: "button",
-          title: `${word(score)}: read this answer`, onclick: () => turn(node, other, context, i) }, `${+score.toFixed(2)}`));
-      })));
-    return make("details", {}, make("summary", {}, "This question under every press and kept fraction"),
-      make("div", { class: "scroll", tabindex: 0 }, make("table", {},
-        make("thead", {}, make("tr", {}, make("th", { scope: "col", class: "text" }, "press"),
-          ratios.map((ratio) => make("th", { scope: "col" }, `${ratio}`)))),
-        make("tbody", {}, rows))));
-  }
-
-  function choice(name, label, options) {
-    const select = make("select", { id: `filter-${name}`, onchange: () => { filters[name] = select.value; refresh(); } },
-      options.map(([value, text]) => make("option", { value }, text)));
-    return make("label", {}, label, select);
-  }
-
-  const numbered = (names) => [["", "all"], ...names.map((name, i) => [`${i}`, name])];
-  const same = (names) => Object.keys(names).map((name) => [name, name]);
-  let waiting = 0;
-  const search = make("input", { id: "filter-text", type: "search", placeholder: "question, answer, sample",
-    oninput: () => { clearTimeout(waiting); waiting = setTimeout(() => { filters.text = search.value; refresh(); }, 150); } });
-  by("filters").append(
-    choice("task", "Task", numbered(report.tasks)), choice("press", "Press", numbered(report.presses)),
-    choice("ratio", "Ratio", [["", "all"], ...report.ratios.map((ratio) => [`${ratio}`, `${ratio}`])]),
-    choice("outcome", "Answer is", same(OUTCOMES)), choice("change", "Against the full cache", same(BETTER)),
-    make("label", {}, "Contains", search));
-  by("filters").addEventListener("submit", (event) => event.preventDefault());
-  by("more").addEventListener("click", more);
-  new IntersectionObserver((entries, observer) => {
-    if (entries.some((seen) => seen.isIntersecting)) { observer.disconnect(); if (!data) refresh(); }
-  }, { rootMargin: "400px" }).observe(by("samples"));
-
-  return {
-    changed: () => { if (data) refresh(); },
-    open(task, press, ratio) {
-      Object.assign(filters, { task: `${task}`, press: `${press}`, ratio: `${ratio}`, outcome: "any", change: "any", text: "" });
-      for (const name of Object.keys(filters)) by(`filter-${name}`).value = filters[name];
-      refresh();
-      by("samples").scrollIntoView();
-      by("filter-task").focus({ preventScroll: true });
-    },
-  };
-}
-
+const look = (score) => (score === 1 ? "good" : score === 0 ? "bad" : "half");
+const word = (score) => (score === 1 ? "right" : score === 0 ? "wrong" : `partly ${score.toFixed(2)}`);
+const badge = (score, before = "") => make("span", { class: `badge ${look(score)}` }, before + word(score));
 const entry = (term, text) => [make("dt", {}, term), make("dd", {}, text)];
-const count = (value) => (value === null ? "–" : value.toLocaleString("en"));
+const whole = (value) => (value === null ? "–" : value.toLocaleString("en"));
 const mebibytes = (bytes) => (bytes === null ? "–" : (bytes / 2 ** 20).toFixed(1));
 
 // The text with the reference answers in it marked.
 function marked(text, answers) {
-  const lower = text.toLowerCase();
-  const parts = [];
-  let start = 0;
-  const next = () => answers.filter((answer) => answer.length > 1)
-    .map((answer) => ({ at: lower.indexOf(answer.toLowerCase(), start), length: answer.length }))
-    .filter(({ at }) => at >= 0).sort((a, b) => a.at - b.at)[0];
-  for (let hit = next(); hit; hit = next()) {
-    parts.push(text.slice(start, hit.at), make("mark", {}, text.slice(hit.at, hit.at + hit.length)));
-    start = hit.at + hit.length;
+  const wanted = answers.filter((answer) => answer.length > 1).map((answer) => answer.replace(/[\\^$.*+?()[\]{}|/]/g, "\\$&"));
+  if (!wanted.length) return [text];
+  return text.split(new RegExp(`(${wanted.join("|")})`, "iu")).map((part, i) => (i % 2 ? make("mark", {}, part) : part));
+}
+
+function sampleBrowser(report, state) {
+  const filters = at("filters");
+  let records = null;
+  let found = [];
+
+  // Each record with its context, and with the full cache's answers about it if it is of a press.
+  function load() {
+    const data = JSON.parse(at("records").textContent);
+    const place = ({ setting, context }) => `${setting} ${context}`;
+    const full = new Map(data.records.filter(({ press }) => press === FULL).map((record) => [place(record), record]));
+    records = data.records;
+    for (const record of records) record.full = (record.press !== FULL && full.get(place(record))) || null;
+    for (const record of records) {
+      record.context = data.contexts[record.context];
+      record.answers = record.answers.map(([prediction, filtered, score]) => ({ prediction, filtered: filtered ?? prediction, score }));
+    }
   }
-  return [...parts, text.slice(start)];
+
+  function refresh() {
+    if (!records) load();
+    const { task, press, ratio, outcome, change, text } = Object.fromEntries(new FormData(filters));
+    const chosen = (filter, value) => filter === "" || +filter === value;
+    const says = ({ context }, i, answer) => !text
+      || [answer.prediction, context.questions[i].text, context.sample].join(" ").toLowerCase().includes(text.toLowerCase());
+    const changed = ({ full }, i, answer) => change === "any" || (full && CHANGES[change](answer, full.answers[i]));
+    found = records
+      .filter((record) => record.setting === state.setting && chosen(task, record.context.task) && chosen(press, record.press) && chosen(ratio, record.ratio))
+      .flatMap((record) => record.answers.map((answer, i) => ({ record, i, answer })))
+      .filter(({ record, i, answer }) => OUTCOMES[outcome](answer.score) && changed(record, i, answer) && says(record, i, answer));
+    at("cards").replaceChildren();
+    at("count").textContent = `${whole(found.length)} ${found.length === 1 ? "answer" : "answers"}`;
+    more();
+  }
+
+  function more() {
+    const shown = at("cards").children.length;
+    at("cards").append(...found.slice(shown, shown + PAGE).map(card));
+    at("more").hidden = shown + PAGE >= found.length;
+  }
+
+  const titleOf = ({ press, ratio }) => report.presses[press] + (press === FULL ? "" : ` at ${ratio}`);
+
+  function card({ record, i }) {
+    const { context, full, answers } = record;
+    const node = make("details", { class: "card", ontoggle: () => { if (node.open && node.children.length === 1) node.append(body(node, record, i)); } },
+      make("summary", {}, key(record.press), make("b", {}, titleOf(record)), badge(answers[i].score),
+        full && badge(full.answers[i].score, "full: "),
+        make("span", {}, `${report.tasks[context.task]} · ${context.sample}`),
+        make("span", { class: "asked" }, context.questions[i].text)));
+    return node;
+  }
+
+  function body(node, record, i) {
+    const { context, full } = record;
+    const { text, answer_prefix: prefix, metric, ...question } = context.questions[i];
+    const answers = question.answers.map(String);
+    return make("div", {},
+      make("dl", {}, entry("Question", text), prefix && entry("Answer begins", prefix),
+        entry("Reference", answers.join("\n") || "none given"), entry("Metric", metric),
+        entry("Kept", `${(100 * record.kept).toFixed(1)} % of the pairs (${whole(record.kept_pairs)} of ${whole(record.total_pairs)})`),
+        entry("Cache", `${mebibytes(record.cache_bytes)} MiB; full ${mebibytes(record.full_bytes)} MiB`),
+        entry("Seconds", Object.entries(record.seconds).map(([part, s]) => `${part} ${s === null ? "–" : s.toFixed(2)}`).join(", "))),
+      make("div", { class: "pair" }, answered(record, i, answers), full && answered(full, i, answers)),
+      make("p", { class: "small" }, `Context, ${whole(context.tokens)} tokens, its beginning and end:`),
+      make("pre", { class: "context" }, marked(context.excerpt, answers)),
+      make("details", {}, make("summary", {}, "This question under every press and kept fraction"), everywhere(node, record, i)));
+  }
+
+  function answered(record, i, references) {
+    const { prediction, filtered, score } = record.answers[i];
+    return make("div", { class: `answer ${colour(record.press)}` },
+      make("h3", {}, key(record.press), titleOf(record), badge(score)),
+      make("span", { class: "small" }, "Raw answer"),
+      make("pre", {}, prediction === "" ? "(empty)" : marked(prediction, references)),
+      filtered !== prediction && [make("span", { class: "small" }, "What the metric saw"), make("pre", {}, filtered || "(empty)")]);
+  }
+
+  // The scores of this question; each leads to its answer in the place of this card.
+  function everywhere(node, record, i) {
+    const others = records.filter(({ context, setting }) => context === record.context && setting === record.setting);
+    const ratios = [...new Set(others.map(({ ratio }) => ratio))].sort((a, b) => a - b);
+    const turn = (other) => {
+      const next = card({ record: other, i });
+      next.open = true;
+      node.replaceWith(next);
+      next.firstChild.focus();
+    };
+    const cell = (other) => {
+      const { score } = other.answers[i];
+      return make("td", { class: look(score), "aria-current": other === record && "true" }, make("button",
+        { type: "button", title: `${word(score)}: read this answer`, onclick: () => turn(other) }, `${+score.toFixed(2)}`));
+    };
+    return table(["press", ...ratios], [...new Set(others.map(({ press }) => press))].map((press) => [named(press),
+      ...ratios.map((ratio) => others.find((other) => other.press === press && other.ratio === ratio)).map((other) => (other ? cell(other) : ""))]));
+  }
+
+  const choice = (name, label, options) => make("label", {}, label, make("select", { id: `filter-${name}`, name },
+    options.map(([value, text]) => make("option", { value }, text))));
+  const numbered = (names) => [["", "all"], ...names.map((name, i) => [i, name])];
+  const same = (names) => names.map((name) => [name, name]);
+  filters.append(
+    choice("task", "Task", numbered(report.tasks)), choice("press", "Press", numbered(report.presses)),
+    choice("ratio", "Ratio", [["", "all"], ...same(report.ratios)]),
+    choice("outcome", "Answer is", same(Object.keys(OUTCOMES))), choice("change", "Against the full cache", same(Object.keys(CHANGES))),
+    make("label", {}, "Contains", make("input", { id: "filter-text", name: "text", type: "search", placeholder: "question, answer, sample" })));
+  let waiting = 0;
+  filters.addEventListener("input", ({ target }) => {
+    clearTimeout(waiting);
+    if (target.matches("select")) refresh();
+    else waiting = setTimeout(refresh, 150);
+  });
+  filters.addEventListener("submit", (event) => event.preventDefault());
+  at("more").addEventListener("click", more);
+  new IntersectionObserver((entries, observer) => {
+    if (entries.some((seen) => seen.isIntersecting)) { observer.disconnect(); if (!records) refresh(); }
+  }, { rootMargin: "400px" }).observe(at("samples"));
+
+  return {
+    changed: () => { if (records) refresh(); },
+    open(task, press, ratio) {
+      filters.reset();
+      Object.entries({ task, press, ratio }).forEach(([name, value]) => { filters.elements[name].value = value; });
+      refresh();
+      at("samples").scrollIntoView();
+      at("filter-task").focus({ preventScroll: true });
+    },
+  };
 }
