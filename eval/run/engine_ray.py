@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 import logging
 import time
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ..results.record import Record, provenance
-from .identity import RunIdentity, Unit
+from ..results.record import Record
+from .grid import Unit
+from .identity import RunIdentity
+from .model import ModelOptions
 from .sweep import Effort
-
-if TYPE_CHECKING:
-    from .session import ModelOptions
 
 logger = logging.getLogger(__name__)
 
@@ -22,6 +20,8 @@ logger = logging.getLogger(__name__)
 RETRIES = 3
 # Seconds that workers may take to come up before it is said that some are not
 PATIENCE = 60.0
+# What records have in common, the tokenizer, the head scores and the provenance
+Described = tuple[RunIdentity, Any, Any, Record]
 
 
 class Worker:
@@ -31,10 +31,10 @@ class Worker:
     It is loaded by a method, as Ray keeps no more than the text of an error that a constructor raises.
     """
 
-    def load(self, options: ModelOptions) -> tuple[RunIdentity, Any, Any, Record]:
-        """Load a model; return what records have in common, the tokenizer, the head scores and the provenance."""
+    def load(self, options: ModelOptions) -> Described:
+        """Load a model, and describe it."""
         self.engine = engine = options.load()
-        return engine.identity, engine.tokenizer, engine.head_scores, provenance(engine.model, argparse.Namespace())
+        return engine.identity, engine.tokenizer, engine.head_scores, engine.provenance
 
     def check(self, names: Sequence[str]) -> None:
         """Refuse presses that can't run."""
@@ -123,24 +123,32 @@ class RayEngine:
         self._starting[actor.load.remote(self._options)] = actor
         self._deadline = time.monotonic() + PATIENCE
 
-    def _admit(self, loaded: Any) -> tuple[RunIdentity, Any, Any, Record] | None:
+    def _admit(self, loaded: Any) -> Described | None:
         """Take a worker that has loaded its model, and return what it says; replace one that was lost."""
+        actor = self._starting.pop(loaded)
         try:
-            described = self._ray.get(loaded)
+            described: Described = self._answer(loaded)
         except self._ray.exceptions.RayActorError as error:
             self._lost_starting += 1
             if self._lost_starting > RETRIES:
                 raise ConnectionError(
                     f"{self._lost_starting} workers were lost while they loaded the model: {error}"
                 ) from error
-            self._actors.remove(self._starting.pop(loaded))
-            self._start()
+            self._replace(actor)
             return None
-        except self._ray.exceptions.RayTaskError as error:
-            raise error.cause from None
-        del self._starting[loaded]
         self._lost_starting = 0
         return described
+
+    def _replace(self, lost: Any) -> None:
+        self._actors.remove(lost)
+        self._start()
+
+    def _answer(self, reference: Any) -> Any:
+        """Return what a worker returned, or raise what it raised."""
+        try:
+            return self._ray.get(reference)
+        except self._ray.exceptions.RayTaskError as error:
+            raise error.cause from None
 
     def _up(self) -> list[Any]:
         starting = set(self._starting.values())
@@ -174,10 +182,7 @@ class RayEngine:
         ValueError
             With the press and the reason.
         """
-        try:
-            self._ray.get(self._up()[0].check.remote(list(names)))
-        except self._ray.exceptions.RayTaskError as error:
-            raise error.cause from None
+        self._answer(self._up()[0].check.remote(list(names)))
 
     def run(self, units: Iterable[Unit]) -> Iterator[Record]:
         """
@@ -208,19 +213,16 @@ class RayEngine:
                 continue
             actor, number, unit = running.pop(done)
             try:
-                records, effort = self._ray.get(done)
+                records, effort = self._answer(done)
             except self._ray.exceptions.RayActorError as error:
                 lost[number] += 1
                 if lost[number] > RETRIES:
                     raise ConnectionError(
                         f"sample {unit.sample.id} of {unit.task} lost its worker {lost[number]} times: {error}"
                     ) from error
-                self._actors.remove(actor)
-                self._start()
+                self._replace(actor)
                 waiting.appendleft((number, unit))
                 continue
-            except self._ray.exceptions.RayTaskError as error:
-                raise error.cause from error
             idle.append(actor)
             self.effort.add(effort)
             yield from records

@@ -13,49 +13,11 @@ from transformers import PreTrainedModel
 
 from ... import KVzipPress, __version__
 from ...pretrained.load import PACKAGED_NAME
-from ..presses.registry import FULL, PRESSES, make_press, press_parameters
+from ..presses.registry import FULL, PRESSES, Variant, make_press, press_parameters
 from ..results.folder import sha256
-from ..tasks.base import Question, Sample
-from .sweep import Variant
+from .grid import Unit
 
-PROTOCOLS = ("agnostic", "aware", "reuse")
 _FINGERPRINT_NUMBERS = 8
-
-
-@dataclass(frozen=True)
-class Unit:
-    """
-    One sample in one protocol, and the presses and ratios to measure on it: what prefills can be shared by.
-
-    Parameters
-    ----------
-    task, family, task_version, imitation, instruction
-        Of the task; the metrics' names are in the questions.
-    source, length, seed
-        Of the request.
-    sample : Sample
-        Context and questions.
-    protocol : str
-        ``"agnostic"``: no question is seen by the press. ``"aware"``: each question is part of what is compressed.
-        ``"reuse"``: the first question is, and the others are asked of that cache (paper, figure 2).
-    prompt : str
-        See :class:`kvzip_press.eval.run.chat.Chat`.
-    variants : tuple
-        Presses with their ratios.
-    """
-
-    task: str
-    family: str
-    task_version: int
-    imitation: bool
-    instruction: str
-    source: str
-    length: int | None
-    seed: int
-    sample: Sample
-    protocol: str
-    prompt: str
-    variants: tuple[Variant, ...]
 
 
 def model_name(argument: str | None) -> str:
@@ -124,20 +86,10 @@ class RunIdentity:
     version: str = __version__
 
     @classmethod
-    def of(
-        cls, model: PreTrainedModel, name: str, *, backend: str, budget: str, scorer: str, window: int | None = None
-    ) -> RunIdentity:
-        """Describe a loaded model and how it is used."""
-        return cls(
-            model_identity(model, name),
-            str(model.dtype).removeprefix("torch."),
-            model.config._attn_implementation,
-            model.device.type,
-            backend,
-            budget,
-            scorer,
-            window,
-        )
+    def of(cls, model: PreTrainedModel, name: str, **used: Any) -> RunIdentity:
+        """Describe a loaded model and how it is `used`: its backend, budget, scorer and window."""
+        dtype, attention = str(model.dtype).removeprefix("torch."), model.config._attn_implementation
+        return cls(model_identity(model, name), dtype, attention, model.device.type, **used)
 
 
 class Identifier:
@@ -149,7 +101,7 @@ class Identifier:
     run : RunIdentity
         What all have in common.
     tokenizer, head_scores
-        See :class:`kvzip_press.eval.presses.registry.PressOptions`.
+        See :func:`kvzip_press.eval.presses.registry.make_press`.
     """
 
     def __init__(self, run: RunIdentity, tokenizer: Any, head_scores: Any = None) -> None:
@@ -171,7 +123,7 @@ class Identifier:
             "seed": unit.seed,
             "sample": unit.sample.id,
             "context_sha256": sha256(unit.sample.context),
-            "questions_sha256": sha256([_question(question) for question in questions]),
+            "questions_sha256": sha256([_plain(asdict(question)) for question in questions]),
             "instruction": unit.instruction if unit.prompt == "paper" else None,
             "max_new_tokens": [question.max_new_tokens for question in questions],
             "protocol": unit.protocol,
@@ -191,13 +143,3 @@ class Identifier:
                 described["kvpress"] = version("kvpress")
             self._presses[name] = described
         return self._presses[name]
-
-
-def _question(question: Question) -> dict[str, Any]:
-    described: dict[str, Any] = _plain(asdict(question))
-    return described
-
-
-def key_of(identity: dict[str, Any], scorer: str | None = None) -> str:
-    """Key of a record; with the scorer exchanged, if one is given."""
-    return sha256(identity if scorer is None else {**identity, "scorer": scorer})

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import copy
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import kvpress
@@ -22,16 +22,13 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from ... import HeadScores, KVzipPress
 from ...compressor import PrefilledContext
 from ...models import evicted_layers, head_dim, language_model, layer_windows, reachable_columns
-from ...prompts import PROMPTS
+from ...prompts import PROMPTS, ReplayPrompts
 from ...selection import HEAD_LEVEL
+from ..choices import BUDGETS
 from ..memory import cache_nbytes
 from ..presses.budget import N_SINK, fit_budget, kept_pairs, masked_indices, set_masked_indices
-from ..presses.registry import PRESSES, check_name, make_press
+from ..presses.registry import PRESSES, Variant, check_name, make_press
 from .chat import OpenedContext
-
-# How much presses keep: as many pairs as kvzip-press would, or what they make of the plain fraction themselves
-BUDGETS = ("equal", "plain")
-Variant = tuple[str, float]
 
 
 @dataclass
@@ -53,10 +50,6 @@ class Effort:
             f"{self.prefills} prefills and {self.replays} replays; "
             f"one by one it would have been {self.prefills_alone} and {self.replays_alone}"
         )
-
-    def as_dict(self) -> dict[str, int]:
-        """The counts by name."""
-        return asdict(self)
 
 
 class PressFailure(Exception):
@@ -115,15 +108,15 @@ class ContextSweep:
     Parameters
     ----------
     model : PreTrainedModel
-        The model.
+        What reads the context.
     context : OpenedContext
-        The context.
+        What is compressed.
     effort : Effort
         Counted up.
     budget : str
         ``"equal"``: kvpress's presses keep as many pairs as kvzip-press's; ``"plain"``: what they make of the fraction.
     head_scores, backend
-        See :class:`kvzip_press.eval.presses.registry.PressOptions`.
+        See :func:`kvzip_press.eval.presses.registry.make_press`.
     """
 
     def __init__(
@@ -189,6 +182,7 @@ class ContextSweep:
     def _our_caches(
         self, scoring: tuple, group: list[Variant], presses: dict[Variant, kvpress.BasePress | None]
     ) -> Iterator[tuple[Variant, SweptCache]]:
+        """Score once for presses that have their scoring in common, and evict into a copy for each."""
         full = self.full()
         ids = self.context.ids.to(self.model.device)
         scores, score_seconds = None, 0.0
@@ -222,20 +216,21 @@ class ContextSweep:
     def _their_cache(
         self, variant: Variant, press: kvpress.BasePress | None
     ) -> Iterator[tuple[Variant, SweptCache | PressFailure]]:
+        """Prefill under a press of kvpress."""
         config = self._decoder.config
         self.effort.prefills_alone += 1
         if self.budget == "equal":
             heads = config.num_key_value_heads
             fit_budget(press, variant[1], self.context.num_tokens, self._protected, config.num_hidden_layers, heads)
+        # kvpress's pipeline gives its presses a cache without a configuration
+        cache: Cache = DynamicCache()
         with eager_attention(self.model) if PRESSES[variant[0]].eager else nullcontext():
             start = self._now()
-            # kvpress's pipeline gives its presses a cache without a configuration
-            cache: Cache = DynamicCache()
             try:
                 with _failing():
                     self._prefill(self.model.model, cache, press)
                 seconds = {"prefill": self._now() - start, "score": 0.0, "evict": 0.0}
-                yield variant, replace(self._swept(cache, seconds, press), theirs=True)
+                yield variant, self._swept(cache, seconds, press)
             except PressFailure as failure:
                 yield variant, failure
             finally:
@@ -251,7 +246,7 @@ class ContextSweep:
 
     def _with_prefix(self, press: KVzipPress) -> KVzipPress:
         """Tell the press how long the prefix is: an instruction is no part of the chat template it looks for."""
-        prompts = PROMPTS[press.prompts] if isinstance(press.prompts, str) else press.prompts
+        prompts = _prompts(press)
         if self.context.chat.style == "kvpress" or prompts.prefix_length is not None:
             return press
         return replace(press, prompts=replace(prompts, prefix_length=self.context.prefix_length))
@@ -264,7 +259,8 @@ class ContextSweep:
         protected = heads * sum(max(0, self._protected - (tokens - n)) for n in held)
         seen = total if press is None else kept_pairs(self.model, cache, self._evicted)
         nbytes = cache_nbytes(cache, masked_indices(self.model))
-        return SweptCache(cache, seen - protected, total - protected, nbytes, seconds)
+        theirs = not isinstance(press, KVzipPress | None)
+        return SweptCache(cache, seen - protected, total - protected, nbytes, seconds, theirs)
 
     def _now(self) -> float:
         if self.model.device.type == "cuda":
@@ -276,8 +272,11 @@ def _scoring(press: KVzipPress | None) -> tuple:
     """What presses have in common that share their scores; empty for those that need none."""
     if press is None or press.level == HEAD_LEVEL or press.ratio == 1:
         return ()
-    prompts = PROMPTS[press.prompts] if isinstance(press.prompts, str) else press.prompts
-    return (press.scorer, press.replay, press.chunk_size, press.repeat, prompts, press.n_sink, press.backend)
+    return (press.scorer, press.replay, press.chunk_size, press.repeat, _prompts(press), press.n_sink, press.backend)
+
+
+def _prompts(press: KVzipPress) -> ReplayPrompts:
+    return PROMPTS[press.prompts] if isinstance(press.prompts, str) else press.prompts
 
 
 def _shared_copy(cache: Cache) -> Cache:
@@ -301,5 +300,5 @@ def eager_attention(model: PreTrainedModel) -> Iterator[None]:
 def plain_nbytes(model: PreTrainedModel, num_tokens: int) -> int:
     """Bytes of the plain cache of a context, as transformers holds it."""
     config = language_model(model).config
-    held = [num_tokens if window is None else min(num_tokens, window - 1) for window in layer_windows(model)]
-    return 2 * sum(held) * config.num_key_value_heads * head_dim(model) * model.dtype.itemsize
+    held = sum(reachable_columns(num_tokens, window) for window in layer_windows(model))
+    return 2 * held * config.num_key_value_heads * head_dim(model) * model.dtype.itemsize
