@@ -6,6 +6,7 @@ import torch
 
 from kvzip_press import HeadScores
 from kvzip_press.eval.presses.budget import (
+    N_SINK,
     fit_budget,
     kept_pairs,
     kept_target,
@@ -49,8 +50,8 @@ def test_prefix_is_the_template_before_the_text(tiny):
     _, tokenizer = tiny
     assert prefix_length(tokenizer) == protected_length(tokenizer) == len("system: help\nuser: ") + 1
     tokenizer.chat_template = None
-    assert prefix_length(tokenizer) == 0
-    assert protected_length(tokenizer) == 4
+    assert prefix_length(tokenizer) == 1, "the BOS token"
+    assert protected_length(tokenizer) == N_SINK == kvpress.KVzipPress().n_sink
 
 
 @pytest.mark.peer
