@@ -14,6 +14,7 @@ from .parser import PROG, build_parser
 
 # Nothing here imports torch before a command runs: `--help` and wrong arguments are then answered at once.
 if TYPE_CHECKING:
+    from ..run.engine_local import LocalEngine
     from ..run.grid import Grid
     from ..run.session import Outcome, Session
 
@@ -53,7 +54,7 @@ def _session(arguments: argparse.Namespace) -> Session:
     from ..run.session import Session
 
     options = ModelOptions(**_those_of(ModelOptions, arguments))
-    engine: Any
+    engine: LocalEngine | RayEngine
     if arguments.engine == "ray":
         engine = RayEngine(options, address=arguments.address, workers=arguments.workers)
     elif arguments.address is not None or arguments.workers is not None:

@@ -67,27 +67,19 @@ class SampleLog:
     ----------
     folder : Path or str
         Made if missing.
+
+    Attributes
+    ----------
+    records : dict
+        By key, in the order they were written.
     """
 
     def __init__(self, folder: Path | str) -> None:
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         self.file = self.folder / SAMPLES
-        self._records = {record["key"]: record for record in read_records(self.folder)} if self.file.exists() else {}
-
-    def __contains__(self, key: str) -> bool:
-        return key in self._records
-
-    def __len__(self) -> int:
-        return len(self._records)
-
-    def get(self, key: str) -> Record | None:
-        """Return the record of a key, or None."""
-        return self._records.get(key)
-
-    def records(self) -> list[Record]:
-        """Return all records."""
-        return list(self._records.values())
+        found = read_records(self.folder) if self.file.exists() else []
+        self.records: dict[str, Record] = {record["key"]: record for record in found}
 
     def add(self, record: Record) -> None:
         """Append a record, replacing an earlier one of the same key."""
@@ -96,14 +88,14 @@ class SampleLog:
             file.write(_line(record).encode(errors="replace"))
             file.flush()
             os.fsync(file.fileno())
-        self._records[record["key"]] = record
+        self.records[record["key"]] = record
 
     def replace_all(self, records: Iterable[Record]) -> None:
         """Write these records in place of all others, at once or not at all."""
         kept = {record["key"]: record for record in records}
         with _lock(self.folder):
             write_atomically(self.file, "".join(map(_line, kept.values())))
-        self._records = kept
+        self.records = kept
 
 
 def _line(record: Record) -> str:

@@ -101,11 +101,10 @@ class LocalEngine:
         self.model = model
         self.tokenizer = tokenizer
         self.identity = identity
-        self.head_scores = head_scores
+        self.identifier = Identifier(identity, head_scores)
         self.window = identity.window or getattr(language_model(model).config, "max_position_embeddings", None)
         self.provenance = provenance(model, argparse.Namespace())
         self.effort = Effort()
-        self._identifier = Identifier(identity, tokenizer, head_scores)
         self._options: dict[str, Any] = {"head_scores": head_scores, "backend": identity.backend}
         self._warm: set[str] = set()
 
@@ -232,7 +231,7 @@ class LocalEngine:
         return question_record(question, text, score, {"answer_tokens": len(answer)})
 
     def _record(self, unit: Unit, variant: Variant, rounds: list[_Round], tally: _Tally) -> Record:
-        identity = self._identifier.identity(unit, variant)
+        identity = self.identifier.identity(unit, variant)
         context = unit.sample.context
         tokens = rounds[0].opened.num_tokens if rounds else None
         return {

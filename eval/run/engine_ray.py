@@ -10,7 +10,7 @@ from typing import Any
 
 from ..results.record import Record
 from .grid import Unit
-from .identity import RunIdentity
+from .identity import Identifier
 from .model import ModelOptions
 from .sweep import Effort
 
@@ -20,8 +20,8 @@ logger = logging.getLogger(__name__)
 RETRIES = 3
 # Seconds that workers may take to come up before it is said that some are not
 PATIENCE = 60.0
-# What records have in common, the tokenizer, the head scores and the provenance
-Described = tuple[RunIdentity, Any, Any, Record]
+# What knows the records, the tokenizer, and the provenance
+Described = tuple[Identifier, Any, Record]
 
 
 class Worker:
@@ -34,7 +34,7 @@ class Worker:
     def load(self, options: ModelOptions) -> Described:
         """Load a model, and describe it."""
         self.engine = engine = options.load()
-        return engine.identity, engine.tokenizer, engine.head_scores, engine.provenance
+        return engine.identifier, engine.tokenizer, engine.provenance
 
     def check(self, names: Sequence[str]) -> None:
         """Refuse presses that can't run."""
@@ -103,7 +103,7 @@ class RayEngine:
         except BaseException:
             self.close()
             raise
-        self.identity, self.tokenizer, self.head_scores, self.provenance = described
+        self.identifier, self.tokenizer, self.provenance = described
 
     def _find_room(self) -> int:
         """Return the number of nodes that can hold a worker; refuse a cluster without any."""

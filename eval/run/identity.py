@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from ... import KVzipPress, __version__
+from ... import HeadScores, KVzipPress, __version__
 from ...pretrained.load import PACKAGED_NAME
 from ..presses.registry import FULL, PRESSES, Variant, make_press, press_parameters
 from ..results.folder import sha256
@@ -100,13 +100,12 @@ class Identifier:
     ----------
     run : RunIdentity
         What all have in common.
-    tokenizer, head_scores
+    head_scores : HeadScores, optional
         See :func:`kvzip_press.eval.presses.registry.make_press`.
     """
 
-    def __init__(self, run: RunIdentity, tokenizer: Any, head_scores: Any = None) -> None:
+    def __init__(self, run: RunIdentity, head_scores: HeadScores | None = None) -> None:
         self.run = run
-        self.tokenizer = tokenizer
         self.head_scores = head_scores
         self._presses: dict[str, dict[str, Any]] = {}
 
@@ -135,7 +134,7 @@ class Identifier:
 
     def _press(self, name: str) -> dict[str, Any]:
         if name not in self._presses:
-            press = make_press(name, 0.5, self.tokenizer, head_scores=self.head_scores)
+            press = make_press(name, 0.5, None, head_scores=self.head_scores)
             described: dict[str, Any] = {"parameters": press_parameters(press)}
             if PRESSES[name].eager:
                 described["press_attention"] = "eager"

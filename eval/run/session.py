@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from tqdm import tqdm
 
@@ -14,28 +14,9 @@ from ..presses.registry import FULL, Variant
 from ..results.answers import failed, key_of, rescored
 from ..results.folder import SampleLog, note_run
 from ..results.record import Record
+from .engine_local import LocalEngine
+from .engine_ray import RayEngine
 from .grid import Grid, Unit, load_samples, make_units
-from .identity import Identifier, RunIdentity
-from .sweep import Effort
-
-
-class Engine(Protocol):
-    """What measures units; it describes its model, and counts what it does."""
-
-    identity: RunIdentity
-    tokenizer: Any
-    head_scores: Any
-    provenance: Record
-    effort: Effort
-
-    def check(self, names: Sequence[str]) -> None:
-        """Refuse presses that can't run."""
-
-    def close(self) -> None:
-        """Stop what was started."""
-
-    def run(self, units: Iterable[Unit]) -> Iterator[Record]:
-        """Yield each record when it is finished."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +47,7 @@ class Session:
 
     Parameters
     ----------
-    engine : Engine
+    engine : LocalEngine or RayEngine
         Measures.
     folder : Path
         Of the results; made if missing.
@@ -77,11 +58,16 @@ class Session:
     """
 
     def __init__(
-        self, engine: Engine, folder: Path, arguments: dict[str, Any] | None = None, *, progress: bool = True
+        self,
+        engine: LocalEngine | RayEngine,
+        folder: Path,
+        arguments: dict[str, Any] | None = None,
+        *,
+        progress: bool = True,
     ) -> None:
         self.engine = engine
-        self.identifier = Identifier(engine.identity, engine.tokenizer, engine.head_scores)
-        self.provenance = engine.provenance | {"model": engine.identity.model["name"], "arguments": arguments or {}}
+        model = engine.identifier.run.model["name"]
+        self.provenance: Record = engine.provenance | {"model": model, "arguments": arguments or {}}
         self.log = SampleLog(folder)
         self.progress = progress
         self._noted: dict[str, int] = {}
@@ -104,9 +90,8 @@ class Session:
         names = dict.fromkeys(name for grid in grids for name in grid.presses if name != FULL)
         self.engine.check(list(names))
         units, left_out = self._units(grids)
-        keys = [
-            {variant: key_of(self.identifier.identity(unit, variant)) for variant in unit.variants} for unit in units
-        ]
+        identify = self.engine.identifier.identity
+        keys = [{variant: key_of(identify(unit, variant)) for variant in unit.variants} for unit in units]
         self.provenance["planned cells"] = sum(map(len, keys))
         self._note()
         judged = sum(map(self._judge_anew, units, keys))
@@ -124,7 +109,7 @@ class Session:
                     bar.set_postfix_str("{task} {press} {ratio:g}".format(**record), refresh=False)
                     bar.update()
         self._note(left_out)
-        finished = [self.log.get(key) for of_unit in keys for key in of_unit.values()]
+        finished = (self.log.records.get(key) for of_unit in keys for key in of_unit.values())
         records = [record for record in finished if record is not None]
         return Outcome(records, measured, len(records) - measured - judged, judged, left_out)
 
@@ -134,7 +119,7 @@ class Session:
         left_out: dict[str, str] = {}
         found_samples = False
         for grid in grids:
-            samples, missing = load_samples(grid, self.identifier.tokenizer, progress=self.progress)
+            samples, missing = load_samples(grid, self.engine.tokenizer, progress=self.progress)
             units += make_units(samples, grid)
             left_out |= missing
             found_samples |= bool(samples)
@@ -147,16 +132,16 @@ class Session:
         return units, left_out
 
     def _finished(self, key: str) -> bool:
-        record = self.log.get(key)
+        record = self.log.records.get(key)
         return record is not None and not failed(record)
 
     def _judge_anew(self, unit: Unit, keys: dict[Variant, str]) -> int:
         """Where the answers of a cell were saved under another scorer, judge them instead of asking again."""
         judged = 0
         for variant, key in keys.items():
-            if key not in self.log:
-                identity = self.identifier.identity(unit, variant)
-                others = (self.log.get(key_of(identity, scorer=scorer)) for scorer in SCORERS)
+            if key not in self.log.records:
+                identity = self.engine.identifier.identity(unit, variant)
+                others = (self.log.records.get(key_of(identity, scorer=scorer)) for scorer in SCORERS)
                 saved = next((record for record in others if record is not None and not failed(record)), None)
                 if saved is not None:
                     self.log.add(rescored(saved, identity["scorer"]))
@@ -166,7 +151,6 @@ class Session:
     def _note(self, left_out: dict[str, str] | None = None) -> None:
         """Note where the records come from, and what sharing prefills and replays has saved since the last note."""
         now = asdict(self.engine.effort)
-        note_run(
-            self.log.folder, self.provenance, {name: now[name] - self._noted.get(name, 0) for name in now}, left_out
-        )
+        since = {name: number - self._noted.get(name, 0) for name, number in now.items()}
+        note_run(self.log.folder, self.provenance, since, left_out)
         self._noted = now

@@ -72,7 +72,7 @@ def test_results_equal_those_of_the_local_engine_though_a_worker_is_killed(ray, 
 
     def kill_one(record):
         add(record)
-        if len(session.log) == 5:
+        if len(session.log.records) == 5:
             os.kill(pids[0], signal.SIGKILL)
 
     session.log.add = kill_one
@@ -139,7 +139,7 @@ def test_a_worker_that_comes_up_late_takes_part(ray, options, tmp_path, monkeypa
         add = session.log.add
 
         def make_room(record):
-            if len(session.log) == 0:
+            if len(session.log.records) == 0:
                 assert len(session.engine._up()) == 1
                 ray.kill(blocker)
                 ray.wait(list(session.engine._starting))

@@ -25,9 +25,10 @@ def test_records_are_found_again(tmp_path):
     log.add({"key": "a", "score": 1.0})
     log.add({"key": "b", "text": "line\nbreak \u2028 ü"})
     again = SampleLog(tmp_path / "new")
-    assert len(again) == 2 and "a" in again and "c" not in again
-    assert again.get("b") == {"key": "b", "text": "line\nbreak \u2028 ü"}
-    assert again.records() == log.records() == read_records(tmp_path / "new")
+    assert list(again.records) == ["a", "b"]
+    assert again.records["b"] == {"key": "b", "text": "line\nbreak \u2028 ü"}
+    assert again.records == log.records
+    assert list(log.records.values()) == read_records(tmp_path / "new")
 
 
 def test_the_last_record_of_a_key_counts_and_earlier_ones_stay_in_the_file(tmp_path):
@@ -52,7 +53,7 @@ def test_a_torn_last_line_is_left_out_and_written_over(tmp_path, torn):
 def test_a_file_that_is_one_torn_line_is_started_anew(tmp_path):
     (tmp_path / "samples.jsonl").write_bytes(b'{"key": ')
     log = SampleLog(tmp_path)
-    assert len(log) == 0
+    assert not log.records
     log.add({"key": "a"})
     assert (tmp_path / "samples.jsonl").read_text() == '{"key": "a"}\n'
 
@@ -82,10 +83,10 @@ def test_nothing_that_was_added_is_lost_when_the_process_is_killed(tmp_path):
         writer.wait()
     added = max([20, *said])
     log = SampleLog(tmp_path)
-    assert added <= len(log) <= added + 1
-    assert [record["key"] for record in log.records()][:added] == [f"a-{i}" for i in range(added)]
+    assert added <= len(log.records) <= added + 1
+    assert list(log.records)[:added] == [f"a-{i}" for i in range(added)]
     log.add({"key": "after"})
-    assert len(SampleLog(tmp_path)) == len(log)
+    assert SampleLog(tmp_path).records == log.records
 
 
 def test_two_processes_write_to_one_folder(tmp_path):
@@ -108,8 +109,8 @@ def test_two_processes_write_to_one_folder(tmp_path):
 def test_records_are_replaced_all_at_once(tmp_path):
     log = SampleLog(tmp_path)
     log.add({"key": "a", "score": 0})
-    log.replace_all({**record, "score": 1} for record in log.records())
-    assert read_records(tmp_path) == log.records() == [{"key": "a", "score": 1}]
+    log.replace_all({**record, "score": 1} for record in list(log.records.values()))
+    assert read_records(tmp_path) == list(log.records.values()) == [{"key": "a", "score": 1}]
     assert sorted(path.name for path in tmp_path.iterdir() if path.name != ".lock") == ["samples.jsonl"]
 
 

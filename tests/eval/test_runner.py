@@ -134,7 +134,7 @@ def test_a_cache_compressed_with_the_first_question_is_asked_the_others(toy, tmp
 
 def test_finished_cells_are_not_measured_again(run):
     run(ratios=(0.3,), limit=2)
-    assert len(run.log) == 4
+    assert len(run.log.records) == 4
     outcome = run(ratios=(0.3, 0.6))
     assert (outcome.measured, outcome.found) == (5, 4)
     # Two of the three contexts had only one ratio to go: one prefill each
@@ -144,7 +144,7 @@ def test_finished_cells_are_not_measured_again(run):
 
 
 def test_everything_that_decides_an_answer_makes_it_another(toy, toy_dir, tmp_path):
-    model, tokenizer = toy
+    model, _ = toy
     base = {"backend": "auto", "budget": "equal", "scorer": "paper"}
     grid = {"presses": ("kvzip",), "ratios": (0.3,)}
     sample = Sample("0", "some words", (Question("Which?", ("x",), "include", 4),))
@@ -153,7 +153,7 @@ def test_everything_that_decides_an_answer_makes_it_another(toy, toy_dir, tmp_pa
         run = RunIdentity.of(model, name, **{**base, **(run_changes or {})})
         length = changes.pop("length", None)
         units = make_units([(task or ToyTask(), length, sample)], Grid([], **{**grid, **changes}))
-        identifier = Identifier(run, tokenizer, head_scores)
+        identifier = Identifier(run, head_scores)
         return {key_of(identifier.identity(unit, variant)) for unit in units for variant in unit.variants}
 
     class Newer(ToyTask):
@@ -218,7 +218,7 @@ from kvzip_press import load_model
 add = SampleLog.add
 def told(self, record):
     add(self, record)
-    print(len(self), flush=True)
+    print(len(self.records), flush=True)
 SampleLog.add = told
 EvaluationRun(load_model({str(toy_dir)!r}), Path({str(tmp_path)!r}))(ratios=(0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8))
 """
@@ -373,7 +373,7 @@ def test_fidelity_is_that_of_feeding_the_full_caches_answer_to_both(toy, tmp_pat
     opened = Chat(tokenizer, "kvpress", task.instruction).open(sample.context)
     for question, measured in zip(sample.questions, record["questions"], strict=True):
         prompt = torch.cat([opened.ids, opened.question_ids(question)], dim=1)
-        whole = model.generate(prompt, max_new_tokens=4, do_sample=False, pad_token_id=0)
+        whole = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=4, do_sample=False)
         answer, cache = whole[0, prompt.shape[1] :], DynamicCache()
         with torch.no_grad():
             with make_press(press, 0.4, tokenizer)(model):
