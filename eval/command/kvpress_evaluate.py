@@ -22,8 +22,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-PROG = "kvpress_evaluate"
-REMEDY = "get it with `pip download --no-binary kvpress --no-deps kvpress==0.5.5` and unpack it"
+# The script's neighbour that names presses and data sets
+REGISTRY = "evaluate_registry"
 
 
 def register_presses(registry: dict) -> list[str]:
@@ -44,60 +44,42 @@ def register_presses(registry: dict) -> list[str]:
     return list(added)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> None:
     """
     Run the script.
 
     Parameters
     ----------
     argv : sequence of str, optional
-        Path of kvpress's `evaluate.py`, then its options.
-
-    Returns
-    -------
-    int
-        The exit status.
+        Path of kvpress's `evaluate.py`, then its options; those of the process by default.
     """
     parser = argparse.ArgumentParser(
-        PROG, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        "kvpress_evaluate",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("script", help="kvpress's evaluation/evaluate.py; its options follow")
     parser.add_argument("--data_folder", metavar="FOLDER", help="where the data set is read from (the hub)")
     arguments, its_options = parser.parse_known_args(argv)
+    script = Path(arguments.script).resolve()
+    if not (script.is_file() and script.with_name(f"{REGISTRY}.py").is_file()):
+        parser.error(
+            f"{arguments.script!r} is not kvpress's evaluation/evaluate.py: "
+            "get it with `pip download --no-binary kvpress --no-deps kvpress==0.5.5` and unpack it"
+        )
+    # As for a script that is run: its neighbours are imported by their bare names
+    sys.path.insert(0, str(script.parent))
     try:
-        script = check_script(arguments.script)
-        # As for a script that is run: its neighbours are imported by their bare names
-        sys.path.insert(0, str(script.parent))
-        registry = importlib.import_module("evaluate_registry")
-    except ValueError as error:
-        print(f"{PROG}: error: {error}", file=sys.stderr)
-        return 2
+        registry = importlib.import_module(REGISTRY)
     except ImportError as error:
-        print(f"{PROG}: error: {error}: pip install 'kvpress[eval]==0.5.5'", file=sys.stderr)
-        return 2
+        parser.error(f"{error}: pip install 'kvpress[eval]==0.5.5'")
     register_presses(registry.PRESS_REGISTRY)
     if arguments.data_folder is not None:
-        for name in registry.DATASET_REGISTRY:
-            registry.DATASET_REGISTRY[name] = arguments.data_folder
+        registry.DATASET_REGISTRY.update(dict.fromkeys(registry.DATASET_REGISTRY, arguments.data_folder))
     sys.argv = [str(script), *its_options]
     runpy.run_path(str(script), run_name="__main__")
-    return 0
-
-
-def check_script(path: str) -> Path:
-    """
-    Return the path of kvpress's evaluation script.
-
-    Raises
-    ------
-    ValueError
-        If it is not there.
-    """
-    script = Path(path).resolve()
-    if not script.is_file() or not (script.parent / "evaluate_registry.py").is_file():
-        raise ValueError(f"{path!r} is not kvpress's evaluation/evaluate.py: {REMEDY}")
-    return script
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -57,14 +57,19 @@ def build_parser(commands: Mapping[str, Callable[[argparse.Namespace], None]]) -
     parser = _Parser(prog=PROG, description="Measure compressed KV caches on tasks: query-agnostic, resumable.")
     parser.add_argument("--version", action="version", version=f"{PROG} {__version__}")
     added = parser.add_subparsers(required=True, metavar="COMMAND")
-    for name, (add_options, summary, description) in OPTIONS.items():
-        command = added.add_parser(name, help=summary, description=description)
+    for name, (add_options, summary) in OPTIONS.items():
+        command = added.add_parser(name, help=summary, description=add_options.__doc__)
         command.set_defaults(command=commands[name])
         add_options(command)
     return parser
 
 
 def _run(parser: argparse.ArgumentParser) -> None:
+    """
+    Measure presses on tasks into a results folder.
+
+    What is finished there is not measured again, whatever ended the run that did it.
+    """
     add = parser.add_argument
     add("--tasks", nargs="+", required=True, metavar="TASK", help="tasks or families, see `kvzip-eval tasks`")
     _grid_options(parser, ratios=[0.3], prompt="paper", source="generated")
@@ -79,10 +84,16 @@ def _run(parser: argparse.ArgumentParser) -> None:
 
 
 def _demo(parser: argparse.ArgumentParser) -> None:
+    """Measure ours at ten ratios and four baselines at two, on RULER, NIAH and SCBench's kv task."""
     _session_options(parser, budget="equal", output=Path("results/demo"))
 
 
 def _leaderboard(parser: argparse.ArgumentParser) -> None:
+    """
+    Measure RULER at 4,096 tokens with kvpress's wording and the leaderboard's fractions.
+
+    Each press takes the plain fraction; the folders that a submission is made of are written into RESULTS/kvpress.
+    """
     _grid_options(parser, ratios=[0.75, 0.5, 0.25, 0.125], prompt="kvpress", source="hub")
     parser.add_argument("--length", nargs=1, type=positive, default=[4096], metavar="N", help="context length (4096)")
     _session_options(parser, budget="plain", output=Path("results/leaderboard"))
@@ -90,6 +101,7 @@ def _leaderboard(parser: argparse.ArgumentParser) -> None:
 
 
 def _export(parser: argparse.ArgumentParser) -> None:
+    """Write RULER's generated tasks as kvpress's evaluation reads them: FOLDER/LENGTH/test-*.parquet."""
     add = parser.add_argument
     add("--tasks", nargs="+", default=["ruler"], metavar="TASK", help="tasks of RULER (all)")
     add("--length", type=positive, default=4096, metavar="N", help="context length (4096)")
@@ -101,18 +113,20 @@ def _export(parser: argparse.ArgumentParser) -> None:
 
 
 def _rescore(parser: argparse.ArgumentParser) -> None:
+    """Judge the saved answers of a results folder anew, in place or into another folder."""
     parser.add_argument("results", type=Path, metavar="RESULTS", help="the folder of a run")
     parser.add_argument("--scorer", choices=SCORERS, default="paper", help="how answers are judged (paper)")
     parser.add_argument("-o", "--output", type=Path, metavar="FOLDER", help="leave RESULTS as it is and write here")
 
 
 def _report(parser: argparse.ArgumentParser) -> None:
+    """Write the report of a results folder: report.md and report.html."""
     parser.add_argument("results", type=Path, metavar="RESULTS", help="the folder of a run")
     parser.add_argument("-o", "--output", type=Path, metavar="FOLDER", help="where to (into RESULTS)")
 
 
-def _nothing(parser: argparse.ArgumentParser) -> None:
-    """Lists take no options."""
+def _list(parser: argparse.ArgumentParser) -> None:
+    """List all that there are, by the names that other commands take."""
 
 
 def _grid_options(parser: argparse.ArgumentParser, *, ratios: list[float], prompt: str, source: str) -> None:
@@ -158,38 +172,16 @@ def _session_options(parser: argparse.ArgumentParser, *, budget: str, output: Pa
     add("--workers", type=positive, metavar="N", help="Ray workers (one a GPU, else one a node)")
 
 
-# Of each command: what adds its options, its line in the list of commands, and what its own help says of it
-OPTIONS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], str, str | None]] = {
-    "run": (
-        _run,
-        "measure presses on tasks",
-        "Measure presses on tasks into a results folder. What is finished there is not measured again, whatever ended "
-        "the run that did it.",
-    ),
-    "demo": (
-        _demo,
-        "measure a small fixed grid, and report",
-        "Measure ours at ten ratios and four baselines at two, on RULER, NIAH and SCBench's kv task.",
-    ),
-    "leaderboard": (
-        _leaderboard,
-        "measure the grid of kvpress's leaderboard and write its folders",
-        "Measure RULER at 4,096 tokens with kvpress's wording and the leaderboard's fractions, each press with the "
-        "plain fraction, and write the folders that a submission is made of into RESULTS/kvpress.",
-    ),
-    "report": (_report, "write the report of a results folder", None),
-    "rescore": (
-        _rescore,
-        "judge saved answers anew",
-        "Judge the saved answers of a results folder anew, in place or into another folder.",
-    ),
-    "export": (
-        _export,
-        "write generated RULER contexts as a data set",
-        "Write RULER's generated tasks as kvpress's evaluation reads them: FOLDER/LENGTH/test-*.parquet.",
-    ),
-    "tasks": (_nothing, "list the tasks", None),
-    "presses": (_nothing, "list the presses", None),
+# Of each command: what adds its options, and says in its help what it does; its line in the list of commands
+OPTIONS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], str]] = {
+    "run": (_run, "measure presses on tasks"),
+    "demo": (_demo, "measure a small fixed grid, and report"),
+    "leaderboard": (_leaderboard, "measure the grid of kvpress's leaderboard and write its folders"),
+    "report": (_report, "write the report of a results folder"),
+    "rescore": (_rescore, "judge saved answers anew"),
+    "export": (_export, "write generated RULER contexts as a data set"),
+    "tasks": (_list, "list the tasks"),
+    "presses": (_list, "list the presses"),
 }
 
 

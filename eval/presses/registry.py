@@ -93,6 +93,7 @@ def _our_presses() -> dict[str, PressKind]:
 SNAPKV: dict[str, Any] = {"window_size": 32, "kernel_size": 7}
 EXPECTED: dict[str, Any] = {"epsilon": 1e-2}
 
+# A press to compare with is a line here
 PRESSES: dict[str, PressKind] = {
     FULL: PressKind(lambda ratio, **options: None, "the full cache"),
     **_our_presses(),
@@ -130,7 +131,7 @@ def make_press(
     backend: str = "auto",
 ) -> kvpress.BasePress | None:
     """
-    Make a press by its name.
+    Make a press by its name; None for `full`, which compresses nothing.
 
     Parameters
     ----------
@@ -138,17 +139,12 @@ def make_press(
         A name in `PRESSES`.
     ratio : float
         Kept fraction of the KV pairs.
-    tokenizer : PreTrainedTokenizerBase
-        The model's tokenizer. kvpress's own KVzip and KVgrad load theirs again from `model.config.name_or_path`.
+    tokenizer : PreTrainedTokenizerBase, optional
+        The model's; presses load it by the model's name where it is not given, those of kvpress always.
     head_scores : HeadScores, optional
         For presses of kvzip-press that evict whole heads.
     backend : str
         Kernels of kvzip-press's presses, see :class:`kvzip_press.KVzipPress`.
-
-    Returns
-    -------
-    kvpress.BasePress or None
-        The press; None for `full`, which compresses nothing.
 
     Raises
     ------
@@ -193,14 +189,7 @@ def check_press(press: kvpress.BasePress | None, model: PreTrainedModel) -> None
 
 
 def press_parameters(press: kvpress.BasePress | None) -> dict[str, Any]:
-    """
-    All that decides what a press keeps, but for how much.
-
-    Returns
-    -------
-    dict
-        The class and its parameters, those of a press inside it included; only what JSON can hold.
-    """
+    """All that decides what a press keeps, but for how much: class and parameters, inner press included, for JSON."""
     if press is None:
         return {}
     described: dict[str, Any] = {"class": type(press).__name__}

@@ -78,18 +78,7 @@ class _Round:
 
 
 class LocalEngine:
-    """
-    Measures units with a loaded model.
-
-    Parameters
-    ----------
-    model, tokenizer
-        The model, and its tokenizer.
-    identity : RunIdentity
-        What all records have in common.
-    head_scores : HeadScores, optional
-        For presses of whole heads.
-    """
+    """Measures units with a loaded model, its tokenizer, and head scores for presses of whole heads."""
 
     def __init__(
         self,

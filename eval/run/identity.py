@@ -57,22 +57,14 @@ def _plain(value: Any) -> Any:
 @dataclass(frozen=True)
 class RunIdentity:
     """
-    What the cells of a run have in common.
+    What the cells of a run have in common: this package, the model, see :func:`model_identity`, and how it is used.
 
     Parameters
     ----------
-    model : dict
-        See :func:`model_identity`.
-    dtype, attention, device : str
-        Of the model.
-    backend, budget : str
-        See :class:`kvzip_press.eval.run.sweep.ContextSweep`.
-    scorer : str
-        See :func:`kvzip_press.eval.metrics.registry.metric_of`.
+    backend, budget, scorer : str
+        See :class:`kvzip_press.eval.run.sweep.ContextSweep` and :func:`kvzip_press.eval.metrics.registry.metric_of`.
     window : int, optional
         Tokens that the model can take, if not what its configuration says.
-    version : str
-        Of this package.
     """
 
     model: dict[str, Any]
@@ -93,16 +85,7 @@ class RunIdentity:
 
 
 class Identifier:
-    """
-    Gives each cell of a run its identity.
-
-    Parameters
-    ----------
-    run : RunIdentity
-        What all have in common.
-    head_scores : HeadScores, optional
-        See :func:`kvzip_press.eval.presses.registry.make_press`.
-    """
+    """Gives each cell of a run its identity; head scores are those of the presses that need some."""
 
     def __init__(self, run: RunIdentity, head_scores: HeadScores | None = None) -> None:
         self.run = run

@@ -23,17 +23,15 @@ class ModelOptions:
     ----------
     model : str, optional
         Folder or hub name; the packaged SmolLM2 by default.
-    dtype : str
-        ``"auto"``: bfloat16 on a GPU, else float32.
-    device : str
-        ``"auto"``: a GPU if there is one.
+    dtype, device : str
+        ``"auto"``: bfloat16 on a GPU if there is one, else float32 on the CPU.
     attention : str
         transformers' implementation.
-    threads, window : int, optional
-        CPU threads; tokens that the model can take, if not what its configuration says.
+    threads : int, optional
+        Of the CPU.
     head_scores : str, optional
         File of head scores.
-    backend, budget, scorer : str
+    window, backend, budget, scorer
         See :class:`kvzip_press.eval.run.identity.RunIdentity`.
     """
 

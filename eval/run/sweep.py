@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -27,7 +27,7 @@ from ...selection import HEAD_LEVEL
 from ..choices import BUDGETS
 from ..memory import cache_nbytes
 from ..presses.budget import N_SINK, fit_budget, kept_pairs, masked_indices, set_masked_indices
-from ..presses.registry import PRESSES, Variant, check_name, make_press
+from ..presses.registry import PRESSES, Variant, make_press
 from .chat import OpenedContext
 
 
@@ -65,8 +65,6 @@ class SweptCache:
     ----------
     cache : Cache
         Valid until the next one is asked for.
-    theirs : bool
-        Made by a press of kvpress.
     kept_pairs, total_pairs : int
         Pairs behind the protected first tokens that attention can see, and all of them, in the layers subject to
         eviction. Presses that evict protected tokens have those subtracted.
@@ -75,6 +73,8 @@ class SweptCache:
     seconds : dict
         `prefill`, `score` and `evict`: what this cell would have taken alone. Presses that compress within the prefill
         have all of it there.
+    theirs : bool
+        Made by a press of kvpress.
     """
 
     cache: Cache
@@ -84,11 +84,9 @@ class SweptCache:
     seconds: dict[str, float]
     theirs: bool = False
 
-    @contextmanager
-    def asking(self) -> Iterator[None]:
+    def asking(self) -> AbstractContextManager[None]:
         """Turn errors of a kvpress press that show when its cache is used into :class:`PressFailure`."""
-        with _failing() if self.theirs else nullcontext():
-            yield
+        return _failing() if self.theirs else nullcontext()
 
 
 @contextmanager
@@ -107,10 +105,8 @@ class ContextSweep:
 
     Parameters
     ----------
-    model : PreTrainedModel
-        What reads the context.
-    context : OpenedContext
-        What is compressed.
+    model, context
+        The model, and the :class:`OpenedContext` that it reads.
     effort : Effort
         Counted up.
     budget : str
@@ -156,44 +152,38 @@ class ContextSweep:
         """
         Yield each variant with its cache, or with the reason why a press of kvpress could not make it.
 
-        The full cache and kvzip-press's presses come first.
-
-        The copy of a compressed cache is dropped when the next is asked for, the full cache after the last press of
-        kvzip-press.
+        The full cache and kvzip-press's presses come first. The copy of a compressed cache is dropped when the next is
+        asked for, the full cache after the last press of kvzip-press.
         """
-        for name, _ in variants:
-            check_name(name)
-        presses = {variant: make_press(*variant, self.context.chat.tokenizer, **self._options) for variant in variants}
-        ours: dict[tuple, list[Variant]] = {}
-        theirs = []
-        for variant, press in presses.items():
+        ours: dict[tuple, dict[Variant, KVzipPress | None]] = {}
+        theirs = {}
+        for variant in variants:
+            press = make_press(*variant, self.context.chat.tokenizer, **self._options)
             if press is None or isinstance(press, KVzipPress):
-                ours.setdefault(_scoring(press), []).append(variant)
+                ours.setdefault(_scoring(press), {})[variant] = press
             else:
-                theirs.append(variant)
+                theirs[variant] = press
         for scoring, group in ours.items():
-            yield from self._our_caches(scoring, group, presses)
+            yield from self._our_caches(scoring, group)
         if self._full is not None:
             self._full.layers.clear()
             self._full = None
-        for variant in theirs:
-            yield from self._their_cache(variant, presses[variant])
+        for variant, press in theirs.items():
+            yield from self._their_cache(variant, press)
 
     def _our_caches(
-        self, scoring: tuple, group: list[Variant], presses: dict[Variant, kvpress.BasePress | None]
+        self, scoring: tuple, group: dict[Variant, KVzipPress | None]
     ) -> Iterator[tuple[Variant, SweptCache]]:
         """Score once for presses that have their scoring in common, and evict into a copy for each."""
         full = self.full()
         ids = self.context.ids.to(self.model.device)
         scores, score_seconds = None, 0.0
-        for variant in group:
-            press = presses[variant]
+        for variant, press in group.items():
             self.effort.prefills_alone += 1
             seconds = {"prefill": self._prefill_seconds, "score": 0.0, "evict": 0.0}
             if press is None:
                 yield variant, self._swept(full, seconds, None)
                 continue
-            assert isinstance(press, KVzipPress)
             compressor = self._with_prefix(press).compressor(self.model)
             copied = _shared_copy(full)
             prefilled = PrefilledContext(copied, ids, None, [0], [ids.shape[1]])
@@ -214,7 +204,7 @@ class ContextSweep:
             copied.layers.clear()
 
     def _their_cache(
-        self, variant: Variant, press: kvpress.BasePress | None
+        self, variant: Variant, press: kvpress.BasePress
     ) -> Iterator[tuple[Variant, SweptCache | PressFailure]]:
         """Prefill under a press of kvpress."""
         config = self._decoder.config
