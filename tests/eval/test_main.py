@@ -70,12 +70,6 @@ def test_what_of_a_family_could_not_be_had_is_noted_for_the_report(evaluate, toy
     assert "| toy_b | all | all | no data | all |" in (evaluate.results / "report.md").read_text()
 
 
-def test_hyphens_in_task_names_are_underscores(evaluate):
-    status, _ = evaluate("run", "--tasks", "TOY-b", "--presses", "full", "--limit", 1, *evaluate.model)
-    assert status == 0
-    assert {record["task"] for record in read_records(evaluate.results)} == {"toy_b"}
-
-
 def test_an_interrupted_run_keeps_its_records_and_its_counts(evaluate, monkeypatch):
     add = SampleLog.add
 
@@ -90,8 +84,7 @@ def test_an_interrupted_run_keeps_its_records_and_its_counts(evaluate, monkeypat
     assert "the same command goes on where it was" in printed.err
     assert len(read_records(evaluate.results)) == 2
     run = read_run(evaluate.results)
-    assert (run["saved"]["prefills"], run["planned cells"]) == (1, 12)
-    assert read_run(evaluate.results)["saved"]["prefills_alone"] == 1
+    assert (run["saved"]["prefills"], run["saved"]["prefills_alone"], run["planned cells"]) == (1, 1, 12)
 
 
 def test_fidelity_is_told_in_nats(evaluate, monkeypatch):
