@@ -91,7 +91,6 @@ def _our_presses() -> dict[str, PressKind]:
 
 
 SNAPKV: dict[str, Any] = {"window_size": 32, "kernel_size": 7}
-EXPECTED: dict[str, Any] = {"epsilon": 1e-2}
 
 # A press to compare with is a line here
 PRESSES: dict[str, PressKind] = {
@@ -107,7 +106,7 @@ PRESSES: dict[str, PressKind] = {
     "streaming-llm": _theirs(kvpress.StreamingLLMPress, "StreamingLLM: first and last tokens"),
     "random": _theirs(kvpress.RandomPress, "random pairs, seed 42", seed=42),
     "adakv-snapkv": _adakv(kvpress.SnapKVPress, "SnapKV, window 32, kernel 7", **SNAPKV),
-    "adakv-expected-attention": _adakv(kvpress.ExpectedAttentionPress, "ExpectedAttention, epsilon 0.01", **EXPECTED),
+    "adakv-expected-attention": _adakv(kvpress.ExpectedAttentionPress, "ExpectedAttention, epsilon 0.01", epsilon=0.01),
     "adakv-tova": _adakv(kvpress.TOVAPress, "TOVA"),
     "adakv-keydiff": _adakv(kvpress.KeyDiffPress, "KeyDiff"),
     "adakv-knorm": _adakv(kvpress.KnormPress, "Knorm"),

@@ -98,14 +98,7 @@ class LocalEngine:
         self._warm: set[str] = set()
 
     def check(self, names: Sequence[str]) -> None:
-        """
-        Refuse presses that can't run, before any work.
-
-        Raises
-        ------
-        ValueError
-            With the press and the reason.
-        """
+        """Refuse presses that can't run before any work: ValueError with the press and the reason."""
         for name in names:
             try:
                 check_press(make_press(name, 0.5, self.tokenizer, **self._options), self.model)

@@ -69,9 +69,9 @@ class RayEngine:
     ValueError
         If the cluster can't be reached, or is too small for a worker.
     ConnectionError
-        If workers were lost time and again while they loaded the model.
+        If workers were lost time and again, while they loaded the model or measured a unit.
     Exception
-        What a worker raised when it loaded the model.
+        What a worker raised.
     """
 
     def __init__(self, options: ModelOptions, *, address: str | None = None, workers: int | None = None) -> None:
@@ -174,27 +174,11 @@ class RayEngine:
         )
 
     def check(self, names: Sequence[str]) -> None:
-        """
-        Refuse presses that can't run, before any work.
-
-        Raises
-        ------
-        ValueError
-            With the press and the reason.
-        """
+        """Refuse presses that can't run before any work: ValueError with the press and the reason."""
         self._answer(self._up()[0].check.remote(list(names)))
 
     def run(self, units: Iterable[Unit]) -> Iterator[Record]:
-        """
-        Yield the records of units as they are finished, in any order.
-
-        Raises
-        ------
-        ConnectionError
-            If a unit's workers were lost time and again, or workers while they loaded the model.
-        Exception
-            What a worker raised.
-        """
+        """Yield the records of units as they are finished, in any order; raise as the constructor does."""
         waiting = deque(enumerate(units))
         number_of_units = len(waiting)
         lost: Counter[int] = Counter()

@@ -17,6 +17,7 @@ from ..presses.registry import FULL, PRESSES, Variant, make_press, press_paramet
 from ..results.folder import sha256
 from .grid import Unit
 
+OF_UNIT = ("task", "task_version", "source", "length", "seed", "protocol", "prompt")
 _FINGERPRINT_NUMBERS = 8
 
 
@@ -98,18 +99,12 @@ class Identifier:
         questions = unit.sample.questions
         return {
             **asdict(self.run),
-            "task": unit.task,
-            "task_version": unit.task_version,
-            "source": unit.source,
-            "length": unit.length,
-            "seed": unit.seed,
+            **{name: getattr(unit, name) for name in OF_UNIT},
             "sample": unit.sample.id,
             "context_sha256": sha256(unit.sample.context),
             "questions_sha256": sha256([_plain(asdict(question)) for question in questions]),
             "instruction": unit.instruction if unit.prompt == "paper" else None,
             "max_new_tokens": [question.max_new_tokens for question in questions],
-            "protocol": unit.protocol,
-            "prompt": unit.prompt,
             "press": name,
             "ratio": ratio,
             **self._press(name),

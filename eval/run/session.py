@@ -24,14 +24,8 @@ class Outcome:
     """
     What a run has done.
 
-    Parameters
-    ----------
-    records : list
-        All records of the grid, those found finished included.
-    measured, found, rescored : int
-        Cells measured now, finished before, and judged anew from saved answers.
-    left_out : dict
-        Tasks of a family that could not be had, with the reason.
+    It holds all records of the grid; how many cells were measured now, found finished, and judged anew from saved
+    answers; and the tasks of a family that could not be had, with the reason.
     """
 
     records: list[Record]

@@ -207,6 +207,17 @@ def test_everything_that_decides_an_answer_makes_it_another(toy, toy_dir, tmp_pa
     assert model_identity(again, "m") == model_identity(model, "m")
 
 
+def test_keys_are_those_of_folders_that_are_already_saved():
+    """Otherwise they would be measured anew: raise a task's version, or the package's, where an answer changes."""
+    run = RunIdentity({"name": "m"}, "float32", "sdpa", "cpu", "auto", "equal", "paper", version="0.1.0")
+    sample = Sample("0", "some words", (Question("Which?", ("x",), "include", 4, details={"depth": 0.5}),))
+    (unit,) = make_units([(ToyTask(), None, sample)], Grid([], ("full",), ()))
+    identity = Identifier(run).identity(unit, ("full", 1.0))
+    assert key_of(identity) == "3c3a6d1d2061bcd3dfcdf8930b400529bf8f7efaefe7dc5d274b92c037f320f1"
+    official = "e82240b20f9304b87f86367b44ebd7ba4b983eaf3f093abdebaaf0dea10da854"
+    assert key_of(identity, scorer="official") == official
+
+
 def test_a_run_that_was_killed_goes_on_where_it_was(toy_dir, toy, tmp_path):
     code = f"""
 import sys
