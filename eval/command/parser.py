@@ -160,8 +160,8 @@ def _loading_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup
 
 def _session_options(parser: argparse.ArgumentParser, *, budget: str, output: Path | None = None) -> None:
     told = "the results folder" if output is None else f"the results folder ({output})"
-    path = {"type": Path, "required": output is None, "default": output, "metavar": "RESULTS"}
-    parser.add_argument("-o", "--output", help=told, **path)
+    missing = output is None
+    parser.add_argument("-o", "--output", type=Path, required=missing, default=output, metavar="RESULTS", help=told)
     add = _loading_options(parser).add_argument
     add("--window", type=positive, metavar="N", help="tokens the model can take (by its configuration)")
     fair = f"baselines keep as many pairs as kvzip-press, or what they make of the fraction themselves ({budget})"

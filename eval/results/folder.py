@@ -174,7 +174,7 @@ def note_run(
     path = Path(folder)
     with _lock(path):
         before = read_run(path)
-        counts = Counter(before.get("saved"))
+        counts: Counter[str] = Counter(before.get("saved"))
         counts.update(saved)
         missing = {**(before.get("left_out") or {}), **(left_out or {})}
         write_atomically(path / RUN, json.dumps({**provenance, "saved": counts, "left_out": missing}, indent=1) + "\n")
