@@ -1,4 +1,4 @@
-"""Command line of `kvzip-eval`: what can be asked for. Imports nothing that takes time."""
+"""The options of `kvzip-eval` and its commands. Imports nothing that takes time, so that `--help` is there at once."""
 
 from __future__ import annotations
 

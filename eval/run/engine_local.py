@@ -1,4 +1,4 @@
-"""Measures the cells of one sample with a model in this process."""
+"""The engine in this process: compresses each context in all the ways asked for, asks its questions, and judges."""
 
 from __future__ import annotations
 

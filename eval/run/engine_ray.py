@@ -1,4 +1,4 @@
-"""Measures units on the workers of a Ray cluster, a GPU each where there are GPUs."""
+"""The engine on a Ray cluster: contexts are spread over workers with a model each, on a GPU where there are GPUs."""
 
 from __future__ import annotations
 

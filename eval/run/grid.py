@@ -1,4 +1,4 @@
-"""What is to be measured: a grid of tasks, presses, ratios and protocols, cut into units that share prefills."""
+"""What is to be measured: a grid of tasks, presses, ratios and protocols, cut into units: contexts with all presses."""
 
 from __future__ import annotations
 

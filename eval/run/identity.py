@@ -1,4 +1,4 @@
-"""All that decides an answer, so that finished answers are known again and others are not mistaken for them."""
+"""All that decides an answer, which a record is found again by: another model, press or question is another record."""
 
 from __future__ import annotations
 

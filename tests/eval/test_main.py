@@ -66,8 +66,11 @@ def test_what_of_a_family_could_not_be_had_is_noted_for_the_report(evaluate, toy
     status, printed = evaluate("run", "--tasks", "toys", "--presses", "full", "--limit", 1, *evaluate.model)
     assert status == 0 and "Left out: toy_b: no data" in printed.out
     assert read_run(evaluate.results)["left_out"] == {"toy_b": "no data"}
-    evaluate("report", evaluate.results)
-    assert "| toy_b | all | all | no data | all |" in (evaluate.results / "report.md").read_text()
+    elsewhere = evaluate.results / "elsewhere"
+    for arguments, folder in ([], evaluate.results), (["-o", elsewhere], elsewhere):
+        status, printed = evaluate("report", evaluate.results, *arguments)
+        assert (status, printed.out) == (0, f"{folder / 'report.md'}\n{folder / 'report.html'}\n")
+        assert "| toy_b | all | all | no data | all |" in (folder / "report.md").read_text()
 
 
 def test_an_interrupted_run_keeps_its_records_and_its_counts(evaluate, monkeypatch):
@@ -114,12 +117,6 @@ def test_rescore_judges_in_place_or_elsewhere(evaluate, tmp_path):
     (evaluate.results / "samples.jsonl").write_text(json.dumps(record) + "\n")
     evaluate("rescore", evaluate.results)
     assert read_records(evaluate.results)[0]["score"] == 1
-
-
-def test_report_is_made_by_the_report_module(evaluate, monkeypatch, tmp_path):
-    monkeypatch.setattr(web_page, "write_report", lambda results, out: [out / "report.html"])
-    status, printed = evaluate("report", evaluate.results, "-o", tmp_path)
-    assert (status, printed.out) == (0, f"{tmp_path / 'report.html'}\n")
 
 
 def test_the_demo_measures_its_grid_by_the_cheap_sweep_and_reports(evaluate, monkeypatch):
