@@ -290,5 +290,5 @@ def eager_attention(model: PreTrainedModel) -> Iterator[None]:
 def plain_nbytes(model: PreTrainedModel, num_tokens: int) -> int:
     """Bytes of the plain cache of a context, as transformers holds it."""
     config = language_model(model).config
-    held = sum(reachable_columns(num_tokens, window) for window in layer_windows(model))
-    return 2 * held * config.num_key_value_heads * head_dim(model) * model.dtype.itemsize
+    held = [num_tokens if window is None else min(num_tokens, window - 1) for window in layer_windows(model)]
+    return 2 * sum(held) * config.num_key_value_heads * head_dim(model) * model.dtype.itemsize

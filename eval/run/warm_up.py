@@ -37,7 +37,7 @@ def warm_up(
     presses : iterable of str
         Their names.
     head_scores, backend
-        See :func:`kvzip_press.eval.presses.registry.make_press`.
+        See :class:`kvzip_press.eval.presses.registry.PressOptions`.
     """
     opened = chat.open(CONTEXT)
     ids = opened.question_ids(QUESTION)
