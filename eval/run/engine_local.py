@@ -94,14 +94,14 @@ class LocalEngine:
         self.window = identity.window or getattr(language_model(model).config, "max_position_embeddings", None)
         self.provenance = provenance(model, argparse.Namespace())
         self.effort = Effort()
-        self._options: dict[str, Any] = {"head_scores": head_scores, "backend": identity.backend}
+        self.press_options: dict[str, Any] = {"head_scores": head_scores, "backend": identity.backend}
         self._warm: set[str] = set()
 
     def check(self, names: Sequence[str]) -> None:
         """Refuse presses that can't run before any work: ValueError with the press and the reason."""
         for name in names:
             try:
-                check_press(make_press(name, 0.5, self.tokenizer, **self._options), self.model)
+                check_press(make_press(name, 0.5, self.tokenizer, **self.press_options), self.model)
             except ValueError as error:
                 raise ValueError(f"press {name}: {error}") from error
 
@@ -121,7 +121,9 @@ class LocalEngine:
         if reason is None:
             self._warm_up(unit)
         for number, turn in enumerate(rounds if reason is None else [], start=1):
-            sweep = ContextSweep(self.model, turn.opened, self.effort, budget=self.identity.budget, **self._options)
+            sweep = ContextSweep(
+                self.model, turn.opened, self.effort, budget=self.identity.budget, **self.press_options
+            )
             references = [self._reference(sweep, *asked) for asked in zip(turn.asked, turn.ids, strict=True)]
             # A press that failed on one question is not asked the others
             wanted = [variant for variant, tally in tallies.items() if tally.failure is None]
@@ -138,7 +140,7 @@ class LocalEngine:
         """Leave no compilation to the first cell of a press."""
         presses = {press for press, _ in unit.variants if is_ours(press)} - self._warm
         if presses:
-            warm_up(self.model, Chat(self.tokenizer, unit.prompt, unit.instruction), presses, **self._options)
+            warm_up(self.model, Chat(self.tokenizer, unit.prompt, unit.instruction), presses, **self.press_options)
             self._warm |= presses
 
     def _rounds(self, unit: Unit) -> tuple[list[_Round], str | None]:
