@@ -180,7 +180,7 @@ def test_a_worker_lost_while_it_loads_is_replaced(ray, options, tmp_path):
             return options.load()
 
     engine = RayEngine(DeadlyOnce(), workers=1)
-    assert engine.identity.model["name"] == NAME
+    assert engine.identifier.run.model["name"] == NAME
     engine.close()
 
 
