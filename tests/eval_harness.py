@@ -9,10 +9,10 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from kvzip_press.eval.results.folder import SampleLog
 from kvzip_press.eval.run.engine_local import LocalEngine
-from kvzip_press.eval.run.identity import Identifier, RunIdentity
-from kvzip_press.eval.run.runner import Grid, Outcome, run_grids
+from kvzip_press.eval.run.grid import Grid
+from kvzip_press.eval.run.identity import RunIdentity
+from kvzip_press.eval.run.session import Outcome, Session
 from kvzip_press.eval.tasks.base import Question, Request, Sample, Task
 
 TEMPLATE = (
@@ -101,25 +101,18 @@ class ToyTask(Task):
 class EvaluationRun:
     """Runs grids of toy tasks into a folder, as `kvzip-eval run` does."""
 
-    def __init__(self, loaded: tuple[Any, Any], folder: Path, **options: Any) -> None:
-        self.model, self.tokenizer = loaded
+    def __init__(self, loaded: tuple[Any, Any], folder: Path, *, head_scores: Any = None, **used: Any) -> None:
+        self.loaded = loaded
         self.folder = folder
-        self.scorer = options.pop("scorer", "paper")
-        self.budget = options.pop("budget", "equal")
-        self.window = options.pop("window", None)
-        self.head_scores = options.pop("head_scores", None)
-        assert not options
-
-    def left_out(self, *tasks: Task, **grid: Any) -> Outcome:
-        """Run, with tasks as of a family: those that can't be had are left out."""
-        return self(*tasks, named=False, **grid)
+        self.head_scores = head_scores
+        self.used = {"backend": "auto", "budget": "equal", "scorer": "paper", **used}
 
     def __call__(self, *tasks: Task, named: bool = True, **grid: Any) -> Outcome:
-        used = {"backend": "auto", "budget": self.budget, "scorer": self.scorer, "window": self.window}
-        run = RunIdentity.of(self.model, "toy-model", **used)
-        self.engine = LocalEngine(self.model, self.tokenizer, run, head_scores=self.head_scores, commit="abc")
-        identifier = Identifier(run, self.tokenizer, self.head_scores)
-        parameters = {"presses": ("full", "kvzip"), "ratios": (0.3, 0.6), **grid}
-        self.log = SampleLog(self.folder)
+        """Measure tasks; if they are not named themselves, those that can't be had are left out."""
+        model, tokenizer = self.loaded
+        run = RunIdentity.of(model, "toy-model", **self.used)
+        self.engine = LocalEngine(model, tokenizer, run, self.head_scores)
+        session = Session(self.engine, self.folder, progress=False)
+        self.log = session.log
         wanted = [(task, named) for task in tasks or (ToyTask(),)]
-        return run_grids([(wanted, Grid(**parameters))], self.log, identifier, self.engine, progress=False)
+        return session.measure(Grid(wanted, **{"presses": ("full", "kvzip"), "ratios": (0.3, 0.6), **grid}))

@@ -9,9 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..presses.registry import FULL
-from ..run.runner import Grid
-from ..run.session import find_tasks
-from ..tasks.base import Task
+from ..run.grid import Grid, find_tasks
 
 OURS = ("kvzip",)
 BASELINES = ("snapkv", "adakv-snapkv", "adakv-expected-attention", "observed-attention")
@@ -21,20 +19,7 @@ BASELINE_RATIOS = (0.3, 0.5)
 
 @dataclass(frozen=True)
 class Part:
-    """
-    A task or family of the demo.
-
-    Parameters
-    ----------
-    task : str
-        Its name.
-    length : int
-        Of a context, in tokens.
-    limit : int
-        Contexts of each task.
-    our_ratios, baseline_ratios : tuple[float, ...]
-        Kept fractions.
-    """
+    """A task or family, tokens of a context, contexts of each task, and the fractions that ours and others keep."""
 
     task: str
     length: int
@@ -53,10 +38,10 @@ PARTS = (
 )
 
 
-def demo_grids() -> list[tuple[list[tuple[Task, bool]], Grid]]:
-    """Tasks and their grids: of each ours and the full cache by one prefill and one replay, then the baselines."""
+def demo_grids() -> list[Grid]:
+    """Of each part ours and the full cache, by one prefill and one replay, then the baselines."""
     return [
-        (find_tasks([part.task]), Grid(presses, ratios, lengths=(part.length,), limit=part.limit))
+        Grid(find_tasks([part.task]), presses, ratios, lengths=(part.length,), limit=part.limit)
         for part in PARTS
         for presses, ratios in (((FULL, *OURS), part.our_ratios), (BASELINES, part.baseline_ratios))
     ]

@@ -15,13 +15,15 @@ hub (`kvzip-eval export` writes such folders).
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import runpy
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-REMEDY = "get it with `pip download --no-binary kvpress --no-deps kvpress==0.5.5` and unpack it"
+# The script's neighbour that names presses and data sets
+REGISTRY = "evaluate_registry"
 
 
 def register_presses(registry: dict) -> list[str]:
@@ -33,88 +35,51 @@ def register_presses(registry: dict) -> list[str]:
     list of str
         Their names there.
     """
-    from ... import KVzipPress
-    from ..presses.registry import PRESSES, PressOptions, is_ours
+    from ..presses.registry import PRESSES, is_ours, make_press
     from ..results.kvpress_format import registry_name
 
-    added = []
-    for name, kind in PRESSES.items():
-        if not is_ours(name) or name == "kvzip-head":
-            continue
-        press = kind.make(0.5, PressOptions(tokenizer=None))
-        assert isinstance(press, KVzipPress)
-        registry[registry_name(name)] = press
-        added.append(registry_name(name))
-    return added
+    ours = [name for name in PRESSES if is_ours(name) and name != "kvzip-head"]
+    added = {registry_name(name): make_press(name, 0.5, None) for name in ours}
+    registry.update(added)
+    return list(added)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> None:
     """
     Run the script.
 
     Parameters
     ----------
     argv : sequence of str, optional
-        Path of kvpress's `evaluate.py`, then its options.
-
-    Returns
-    -------
-    int
-        The exit status.
+        Path of kvpress's `evaluate.py`, then its options; those of the process by default.
     """
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    if not arguments or arguments[0] in ("-h", "--help"):
-        print(__doc__)
-        return 0 if arguments else 2
+    parser = argparse.ArgumentParser(
+        "kvpress_evaluate",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("script", help="kvpress's evaluation/evaluate.py; its options follow")
+    parser.add_argument("--data_folder", metavar="FOLDER", help="where the data set is read from (the hub)")
+    arguments, its_options = parser.parse_known_args(argv)
+    script = Path(arguments.script).resolve()
+    if not (script.is_file() and script.with_name(f"{REGISTRY}.py").is_file()):
+        parser.error(
+            f"{arguments.script!r} is not kvpress's evaluation/evaluate.py: "
+            "get it with `pip download --no-binary kvpress --no-deps kvpress==0.5.5` and unpack it"
+        )
+    # As for a script that is run: its neighbours are imported by their bare names
+    sys.path.insert(0, str(script.parent))
     try:
-        script = check_script(arguments.pop(0))
-        data_folder = _take_option(arguments, "--data_folder")
-        # As for a script that is run: its neighbours are imported by their bare names
-        sys.path.insert(0, str(script.parent))
-        registry = importlib.import_module("evaluate_registry")
-    except ValueError as error:
-        print(f"kvpress_evaluate: error: {error}", file=sys.stderr)
-        return 2
+        registry = importlib.import_module(REGISTRY)
     except ImportError as error:
-        print(f"kvpress_evaluate: error: {error}: pip install 'kvpress[eval]==0.5.5'", file=sys.stderr)
-        return 2
+        parser.error(f"{error}: pip install 'kvpress[eval]==0.5.5'")
     register_presses(registry.PRESS_REGISTRY)
-    if data_folder is not None:
-        for name in registry.DATASET_REGISTRY:
-            registry.DATASET_REGISTRY[name] = data_folder
-    sys.argv = [str(script), *arguments]
+    if arguments.data_folder is not None:
+        registry.DATASET_REGISTRY.update(dict.fromkeys(registry.DATASET_REGISTRY, arguments.data_folder))
+    sys.argv = [str(script), *its_options]
     runpy.run_path(str(script), run_name="__main__")
-    return 0
-
-
-def check_script(path: str) -> Path:
-    """
-    Return the path of kvpress's evaluation script.
-
-    Raises
-    ------
-    ValueError
-        If it is not there.
-    """
-    script = Path(path).resolve()
-    if not script.is_file() or not (script.parent / "evaluate_registry.py").is_file():
-        raise ValueError(f"{path!r} is not kvpress's evaluation/evaluate.py: {REMEDY}")
-    return script
-
-
-def _take_option(arguments: list[str], name: str) -> str | None:
-    """Remove an option from the arguments and return its value."""
-    for index, argument in enumerate(arguments):
-        if argument == name:
-            if index + 1 == len(arguments):
-                raise ValueError(f"{name} needs a folder")
-            del arguments[index]
-            return arguments.pop(index)
-        if argument.startswith(f"{name}="):
-            del arguments[index]
-            return argument.partition("=")[2]
-    return None
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

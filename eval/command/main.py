@@ -5,16 +5,18 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ...cli import readers_gone
 from .parser import PROG, build_parser
 
 # Nothing here imports torch before a command runs: `--help` and wrong arguments are then answered at once.
 if TYPE_CHECKING:
-    from ..run.runner import Outcome
-    from ..run.session import Session
+    from ..run.engine_local import LocalEngine
+    from ..run.grid import Grid
+    from ..run.session import Outcome, Session
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -47,49 +49,49 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _session(arguments: argparse.Namespace) -> Session:
-    from ..run.session import ModelOptions, Session, plain_arguments
+    from ..run.engine_ray import RayEngine
+    from ..run.model import ModelOptions
+    from ..run.session import Session
 
-    options = ModelOptions(**{name: getattr(arguments, name) for name in ModelOptions.__dataclass_fields__})
-    told, progress = plain_arguments(arguments), not arguments.quiet
+    options = ModelOptions(**_those_of(ModelOptions, arguments))
+    engine: LocalEngine | RayEngine
     if arguments.engine == "ray":
-        cluster = {"address": arguments.address, "workers": arguments.workers}
-        return Session.ray(options, arguments.output, told, progress=progress, **cluster)
-    if arguments.address is not None or arguments.workers is not None:
+        engine = RayEngine(options, address=arguments.address, workers=arguments.workers)
+    elif arguments.address is not None or arguments.workers is not None:
         raise ValueError("--address and --workers are for --engine ray")
-    return Session.local(options, arguments.output, told, progress=progress)
+    else:
+        engine = options.load()
+    told = {name: value for name, value in vars(arguments).items() if not callable(value)}
+    told["output"] = str(arguments.output)
+    return Session(engine, arguments.output, told, progress=not arguments.quiet)
+
+
+def _those_of(kind: type, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the arguments that a dataclass has fields for."""
+    given = vars(arguments)
+    return {field.name: given[field.name] for field in fields(kind) if field.name in given}
+
+
+def _grid(arguments: argparse.Namespace, **more: Any) -> Grid:
+    from ..run.grid import Grid, find_tasks
+
+    return Grid(**{**_those_of(Grid, arguments), "tasks": find_tasks(arguments.tasks), **more})
 
 
 def _run(arguments: argparse.Namespace) -> None:
-    from ..run.runner import Grid
-    from ..run.session import find_tasks
-
-    grid = Grid(
-        presses=tuple(arguments.presses),
-        ratios=tuple(arguments.ratios),
-        protocols=tuple(arguments.protocols),
-        prompt=arguments.prompt,
-        source=arguments.source,
-        corpus=arguments.corpus,
-        lengths=tuple(arguments.length or [None]),
-        limit=arguments.limit,
-        seed=arguments.seed,
-        max_new_tokens=arguments.max_new_tokens,
-        shard=arguments.shard,
-    )
-    tasks = find_tasks(arguments.tasks)
+    grid = _grid(arguments, lengths=arguments.length or [None])
     with _session(arguments) as session:
-        outcome = session.measure((tasks, grid))
+        outcome = session.measure(grid)
     _print_outcome(outcome, arguments.output)
     if arguments.format == "kvpress":
+        from ..results.answers import same_cells
         from ..results.folder import read_records
         from ..results.kvpress_format import write_folders
-        from ..results.records import same_cells
 
         records = outcome.records
         if grid.shard != (1, 1):
             records = same_cells(records, read_records(arguments.output))
-        for folder in write_folders(records, arguments.output / "kvpress"):
-            print(folder)
+        _print_paths(write_folders(records, arguments.output / "kvpress"))
 
 
 def _demo(arguments: argparse.Namespace) -> None:
@@ -98,7 +100,7 @@ def _demo(arguments: argparse.Namespace) -> None:
     with _session(arguments) as session:
         outcome = session.measure(*demo_grids())
     _print_outcome(outcome, arguments.output)
-    _print_report(arguments.output, None)
+    _report(argparse.Namespace(results=arguments.output, output=None))
 
 
 def _print_outcome(outcome: Outcome, folder: Path) -> None:
@@ -115,36 +117,33 @@ def _print_outcome(outcome: Outcome, folder: Path) -> None:
 
 
 def _rescore(arguments: argparse.Namespace) -> None:
+    from ..results.answers import rescored
     from ..results.folder import SampleLog, note_run, read_records, read_run
-    from ..results.records import rescored
     from .console import score_tables
 
     records = [rescored(record, arguments.scorer) for record in read_records(arguments.results)]
-    target = arguments.output or arguments.results
-    log = SampleLog(target)
     if arguments.output is None:
-        log.replace_all(records)
+        SampleLog(arguments.results).replace_all(records)
     else:
+        log = SampleLog(arguments.output)
         for record in records:
             log.add(record)
         run = read_run(arguments.results)
-        note_run(target, run, run.get("saved"), run.get("left_out"))
+        note_run(arguments.output, run, run.get("saved"), run.get("left_out"))
     print(score_tables(records))
 
 
 def _export(arguments: argparse.Namespace) -> None:
     from ... import load_model
     from ..results.kvpress_format import DATASET, write_dataset
-    from ..run.runner import Grid, load_samples
-    from ..run.session import find_tasks
+    from ..run.grid import load_samples
 
-    tasks = find_tasks(arguments.tasks)
-    for task, _ in tasks:
+    grid = _grid(arguments, presses=(), ratios=(), lengths=[arguments.length])
+    for task, _ in grid.tasks:
         if task.family != DATASET:
             raise ValueError(f"only RULER has a data set in kvpress's form, got {task.name}")
     _, tokenizer = load_model(arguments.model)
-    wanted = {"corpus": arguments.corpus, "limit": arguments.limit, "seed": arguments.seed}
-    loaded, left_out = load_samples(tasks, Grid((), (), lengths=(arguments.length,), **wanted), tokenizer)
+    loaded, left_out = load_samples(grid, tokenizer)
     samples: dict[str, list] = {}
     for task, _, sample in loaded:
         samples.setdefault(task.name, []).append(sample)
@@ -154,13 +153,13 @@ def _export(arguments: argparse.Namespace) -> None:
 
 
 def _report(arguments: argparse.Namespace) -> None:
-    _print_report(arguments.results, arguments.output)
-
-
-def _print_report(results: Path, output: Path | None) -> None:
     from ..report.web_page import write_report
 
-    for path in write_report(results, output):
+    _print_paths(write_report(arguments.results, arguments.output))
+
+
+def _print_paths(paths: Sequence[Path]) -> None:
+    for path in paths:
         print(path)
 
 
@@ -178,7 +177,7 @@ def _tasks(arguments: argparse.Namespace) -> None:
         for family, tasks in families().items()
         for task in tasks
     ]
-    print(format_table(rows, dict.fromkeys(["family", "task", "sources", "generated"], "")))
+    print(format_table(rows, dict.fromkeys(rows[0], "")))
 
 
 def _presses(arguments: argparse.Namespace) -> None:
@@ -189,6 +188,7 @@ def _presses(arguments: argparse.Namespace) -> None:
     print(format_table(rows, {"press": "", "about": ""}))
 
 
+# What each command does; its options are in `OPTIONS` of parser.py
 COMMANDS = {
     "run": _run,
     "demo": _demo,

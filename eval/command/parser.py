@@ -1,23 +1,41 @@
-"""Command line of `kvzip-eval`: what can be asked for. Imports nothing that takes time."""
+"""The options of `kvzip-eval` and its commands. Imports nothing that takes time, so that `--help` is there at once."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from ... import __version__
+from ..choices import BUDGETS, PROTOCOLS, SCORERS, STYLES
 
 PROG = "kvzip-eval"
-PROTOCOLS = ("agnostic", "aware", "reuse")
-PROMPTS = ("paper", "kvpress")
-SCORERS = ("paper", "official", "lenient")
-BUDGETS = ("equal", "plain")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 FORMATS = ("native", "kvpress")
 ENGINES = ("local", "ray")
-Command = Callable[[argparse.Namespace], None]
+
+
+def ratio(text: str) -> float:
+    """A kept fraction, in (0, 1]."""
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"a kept fraction must be in (0, 1], got {text}")
+    return value
+
+
+def positive(text: str) -> int:
+    """A whole number of at least 1."""
+    try:
+        value = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
+    return value
 
 
 class _Parser(argparse.ArgumentParser):
@@ -27,7 +45,7 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"{PROG}: error: {message} (see {self.prog} --help)\n")
 
 
-def build_parser(commands: Mapping[str, Command]) -> argparse.ArgumentParser:
+def build_parser(commands: Mapping[str, Callable[[argparse.Namespace], None]]) -> argparse.ArgumentParser:
     """
     Build the parser.
 
@@ -39,203 +57,132 @@ def build_parser(commands: Mapping[str, Command]) -> argparse.ArgumentParser:
     parser = _Parser(prog=PROG, description="Measure compressed KV caches on tasks: query-agnostic, resumable.")
     parser.add_argument("--version", action="version", version=f"{PROG} {__version__}")
     added = parser.add_subparsers(required=True, metavar="COMMAND")
-    for name, add in _ADDED.items():
-        command = add(added)
+    for name, (add_options, summary) in OPTIONS.items():
+        command = added.add_parser(name, help=summary, description=add_options.__doc__)
         command.set_defaults(command=commands[name])
+        add_options(command)
     return parser
 
 
-def _run(added: Any) -> argparse.ArgumentParser:
-    run: argparse.ArgumentParser = added.add_parser(
-        "run",
-        help="measure presses on tasks",
-        description=(
-            "Measure presses on tasks into a results folder. What is finished there is not measured again, whatever "
-            "ended the run that did it."
-        ),
+def _run(parser: argparse.ArgumentParser) -> None:
+    """
+    Measure presses on tasks into a results folder.
+
+    What is finished there is not measured again, whatever ended the run that did it.
+    """
+    add = parser.add_argument
+    add("--tasks", nargs="+", required=True, metavar="TASK", help="tasks or families, see `kvzip-eval tasks`")
+    _grid_options(parser, ratios=[0.3], prompt="paper", source="generated")
+    seen = "what the press sees of the questions: nothing, each, or the first alone (agnostic)"
+    add("--protocols", nargs="+", choices=PROTOCOLS, default=["agnostic"], help=seen)
+    add("--length", nargs="+", type=positive, metavar="N", help="context lengths in tokens (the task's)")
+    add("--corpus", metavar="PATH", help="text file or folder that serves as haystack (packaged essays)")
+    add("--max-new-tokens", type=positive, metavar="N", help="cut answers there (the task's own length)")
+    folders = "`kvpress`: write the folders of kvpress's evaluation too, into RESULTS/kvpress (native)"
+    add("--format", choices=FORMATS, default="native", help=folders)
+    _session_options(parser, budget="equal")
+
+
+def _demo(parser: argparse.ArgumentParser) -> None:
+    """Measure ours at ten ratios and four baselines at two, on RULER, NIAH and SCBench's kv task."""
+    _session_options(parser, budget="equal", output=Path("results/demo"))
+
+
+def _leaderboard(parser: argparse.ArgumentParser) -> None:
+    """
+    Measure RULER at 4,096 tokens with kvpress's wording and the leaderboard's fractions.
+
+    Each press takes the plain fraction; the folders that a submission is made of are written into RESULTS/kvpress.
+    """
+    _grid_options(parser, ratios=[0.75, 0.5, 0.25, 0.125], prompt="kvpress", source="hub")
+    parser.add_argument("--length", nargs=1, type=positive, default=[4096], metavar="N", help="context length (4096)")
+    _session_options(parser, budget="plain", output=Path("results/leaderboard"))
+    parser.set_defaults(tasks=["ruler"], protocols=["agnostic"], corpus=None, max_new_tokens=None, format="kvpress")
+
+
+def _export(parser: argparse.ArgumentParser) -> None:
+    """Write RULER's generated tasks as kvpress's evaluation reads them: FOLDER/LENGTH/test-*.parquet."""
+    add = parser.add_argument
+    add("--tasks", nargs="+", default=["ruler"], metavar="TASK", help="tasks of RULER (all)")
+    add("--length", type=positive, default=4096, metavar="N", help="context length (4096)")
+    add("--limit", type=positive, metavar="N", help="contexts of each task (500)")
+    add("--seed", type=int, default=42, help="(42)")
+    add("--corpus", metavar="PATH", help="text file or folder that serves as haystack")
+    add("--model", metavar="NAME_OR_PATH", help="whose tokenizer measures (the packaged SmolLM2's)")
+    add("-o", "--output", type=Path, required=True, metavar="FOLDER", help="where to")
+
+
+def _rescore(parser: argparse.ArgumentParser) -> None:
+    """Judge the saved answers of a results folder anew, in place or into another folder."""
+    parser.add_argument("results", type=Path, metavar="RESULTS", help="the folder of a run")
+    parser.add_argument("--scorer", choices=SCORERS, default="paper", help="how answers are judged (paper)")
+    parser.add_argument("-o", "--output", type=Path, metavar="FOLDER", help="leave RESULTS as it is and write here")
+
+
+def _report(parser: argparse.ArgumentParser) -> None:
+    """Write the report of a results folder: report.md and report.html."""
+    parser.add_argument("results", type=Path, metavar="RESULTS", help="the folder of a run")
+    parser.add_argument("-o", "--output", type=Path, metavar="FOLDER", help="where to (into RESULTS)")
+
+
+def _list(parser: argparse.ArgumentParser) -> None:
+    """List all that there are, by the names that other commands take."""
+
+
+def _grid_options(parser: argparse.ArgumentParser, *, ratios: list[float], prompt: str, source: str) -> None:
+    add = parser.add_argument
+    add(
+        "--presses", nargs="+", default=["full", "kvzip"], metavar="PRESS", help="see `kvzip-eval presses` (full kvzip)"
     )
-    run.add_argument(
-        "--tasks", nargs="+", required=True, metavar="TASK", help="tasks or families, see `kvzip-eval tasks`"
-    )
-    _grid_options(run, presses=["full", "kvzip"], ratios=[0.3], prompt="paper", source="generated")
-    run.add_argument(
-        "--protocols", nargs="+", choices=PROTOCOLS, default=["agnostic"],
-        help="what the press sees of the questions: nothing, each, or the first alone (agnostic)",
-    )  # fmt: skip
-    run.add_argument("--length", nargs="+", type=_positive, metavar="N", help="context lengths in tokens (the task's)")
-    run.add_argument("--corpus", metavar="PATH", help="text file or folder that serves as haystack (packaged essays)")
-    run.add_argument("--max-new-tokens", type=_positive, metavar="N", help="cut answers there (the task's own length)")
-    run.add_argument(
-        "--format", choices=FORMATS, default="native",
-        help="`kvpress`: write the folders of kvpress's evaluation too, into RESULTS/kvpress (native)",
-    )  # fmt: skip
-    _output(run)
-    _model_options(run, budget="equal")
-    return run
+    kept = f"kept fractions ({' '.join(f'{kept:g}' for kept in ratios)})"
+    add("--ratios", nargs="+", type=ratio, default=ratios, metavar="R", help=kept)
+    add("--prompt", choices=STYLES, default=prompt, help=f"wording, the paper's or kvpress's ({prompt})")
+    add("--limit", type=positive, metavar="N", help="contexts of each task (all)")
+    add("--seed", type=int, default=42, help="of generated contexts (42)")
+    where = f"`generated`, `hub`, or a folder or file with the task's data ({source})"
+    add("--source", default=source, metavar="SOURCE", help=where)
+    add("--shard", type=_shard, default=(1, 1), metavar="I/N", help="measure each N-th context, from the I-th")
 
 
-def _demo(added: Any) -> argparse.ArgumentParser:
-    demo: argparse.ArgumentParser = added.add_parser(
-        "demo",
-        help="measure a small fixed grid, and report",
-        description="Measure ours at ten ratios and four baselines at two, on RULER, NIAH and SCBench's kv task.",
-    )
-    _output(demo, Path("results/demo"))
-    _model_options(demo, budget="equal")
-    return demo
-
-
-def _leaderboard(added: Any) -> argparse.ArgumentParser:
-    leaderboard: argparse.ArgumentParser = added.add_parser(
-        "leaderboard",
-        help="measure the grid of kvpress's leaderboard and write its folders",
-        description=(
-            "Measure RULER at 4,096 tokens with kvpress's wording and the leaderboard's fractions, each press with the "
-            "plain fraction, and write the folders that a submission is made of into RESULTS/kvpress."
-        ),
-    )
-    ratios = [0.75, 0.5, 0.25, 0.125]
-    _grid_options(leaderboard, presses=["full", "kvzip"], ratios=ratios, prompt="kvpress", source="hub")
-    leaderboard.add_argument(
-        "--length", nargs=1, type=_positive, default=[4096], metavar="N", help="context length (4096)"
-    )
-    _output(leaderboard, Path("results/leaderboard"))
-    _model_options(leaderboard, budget="plain")
-    leaderboard.set_defaults(
-        tasks=["ruler"], protocols=["agnostic"], corpus=None, max_new_tokens=None, format="kvpress"
-    )
-    return leaderboard
-
-
-def _export(added: Any) -> argparse.ArgumentParser:
-    export: argparse.ArgumentParser = added.add_parser(
-        "export",
-        help="write generated RULER contexts as a data set",
-        description="Write RULER's generated tasks as kvpress's evaluation reads them: FOLDER/LENGTH/test-*.parquet.",
-    )
-    export.add_argument("--tasks", nargs="+", default=["ruler"], metavar="TASK", help="tasks of RULER (all)")
-    export.add_argument("--length", type=_positive, default=4096, metavar="N", help="context length (4096)")
-    export.add_argument("--limit", type=_positive, metavar="N", help="contexts of each task (500)")
-    export.add_argument("--seed", type=int, default=42, help="(42)")
-    export.add_argument("--corpus", metavar="PATH", help="text file or folder that serves as haystack")
-    export.add_argument("--model", metavar="NAME_OR_PATH", help="whose tokenizer measures (the packaged SmolLM2's)")
-    export.add_argument("-o", "--output", type=Path, required=True, metavar="FOLDER", help="where to")
-    return export
-
-
-def _rescore(added: Any) -> argparse.ArgumentParser:
-    rescore: argparse.ArgumentParser = added.add_parser(
-        "rescore",
-        help="judge saved answers anew",
-        description="Judge the saved answers of a results folder anew, in place or into another folder.",
-    )
-    rescore.add_argument("results", type=Path, metavar="RESULTS", help="the folder of a run")
-    rescore.add_argument("--scorer", choices=SCORERS, default="paper", help="how answers are judged (paper)")
-    rescore.add_argument("-o", "--output", type=Path, metavar="FOLDER", help="leave RESULTS as it is and write here")
-    return rescore
-
-
-def _report(added: Any) -> argparse.ArgumentParser:
-    report: argparse.ArgumentParser = added.add_parser("report", help="write the report of a results folder")
-    report.add_argument("results", type=Path, metavar="RESULTS", help="the folder of a run")
-    report.add_argument("-o", "--output", type=Path, metavar="FOLDER", help="where to (into RESULTS)")
-    return report
-
-
-def _tasks(added: Any) -> argparse.ArgumentParser:
-    tasks: argparse.ArgumentParser = added.add_parser("tasks", help="list the tasks")
-    return tasks
-
-
-def _presses(added: Any) -> argparse.ArgumentParser:
-    presses: argparse.ArgumentParser = added.add_parser("presses", help="list the presses")
-    return presses
-
-
-_ADDED: dict[str, Callable[[Any], argparse.ArgumentParser]] = {
-    "run": _run,
-    "demo": _demo,
-    "leaderboard": _leaderboard,
-    "report": _report,
-    "rescore": _rescore,
-    "export": _export,
-    "tasks": _tasks,
-    "presses": _presses,
-}
-
-
-def _grid_options(
-    parser: argparse.ArgumentParser, *, presses: list[str], ratios: list[float], prompt: str, source: str
-) -> None:
-    parser.add_argument(
-        "--presses", nargs="+", default=presses, metavar="PRESS", help=f"see `kvzip-eval presses` ({' '.join(presses)})"
-    )
-    parser.add_argument(
-        "--ratios", nargs="+", type=_ratio, default=ratios, metavar="R",
-        help=f"kept fractions ({' '.join(f'{ratio:g}' for ratio in ratios)})",
-    )  # fmt: skip
-    parser.add_argument(
-        "--prompt", choices=PROMPTS, default=prompt, help=f"wording, the paper's or kvpress's ({prompt})"
-    )
-    parser.add_argument("--limit", type=_positive, metavar="N", help="contexts of each task (all)")
-    parser.add_argument("--seed", type=int, default=42, help="of generated contexts (42)")
-    parser.add_argument(
-        "--source", default=source, metavar="SOURCE",
-        help=f"`generated`, `hub`, or a folder or file with the task's data ({source})",
-    )  # fmt: skip
-    parser.add_argument(
-        "--shard", type=_shard, default=(1, 1), metavar="I/N", help="measure each N-th context, from the I-th"
-    )
-
-
-def _output(parser: argparse.ArgumentParser, default: Path | None = None) -> None:
-    parser.add_argument(
-        "-o", "--output", type=Path, required=default is None, default=default, metavar="RESULTS",
-        help="the results folder" if default is None else f"the results folder ({default})",
-    )  # fmt: skip
-
-
-def _model_options(parser: argparse.ArgumentParser, *, budget: str) -> None:
+def _loading_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     group = parser.add_argument_group("model")
-    group.add_argument(
-        "--model", metavar="NAME_OR_PATH", help="folder or hub name (the packaged SmolLM2-135M-Instruct)"
-    )
-    group.add_argument("--dtype", choices=DTYPES, default="auto", help="(float32 on a CPU, bfloat16 on a GPU)")
-    group.add_argument("--device", default="auto", help="for instance cpu or cuda:0 (a GPU if there is one)")
-    group.add_argument("--attention", default="sdpa", metavar="NAME", help="transformers' implementation (sdpa)")
-    group.add_argument("--threads", type=_positive, metavar="N", help="CPU threads")
-    group.add_argument("--window", type=_positive, metavar="N", help="tokens the model can take (by its configuration)")
-    group.add_argument("--head-scores", metavar="FILE", help="for kvzip-head, made by `kvzip-press heads score`")
-    group.add_argument("--backend", default="auto", help="kernels of kvzip-press (auto)")
-    group.add_argument(
-        "--budget", choices=BUDGETS, default=budget,
-        help=f"baselines keep as many pairs as kvzip-press, or what they make of the fraction themselves ({budget})",
-    )  # fmt: skip
-    group.add_argument("--scorer", choices=SCORERS, default="paper", help="how answers are judged (paper)")
-    group.add_argument("--engine", choices=ENGINES, default="local", help="where: in this process, or on Ray (local)")
-    group.add_argument("--address", metavar="ADDRESS", help="of a Ray cluster, for instance auto (start a local one)")
-    group.add_argument("--workers", type=_positive, metavar="N", help="Ray workers (one a GPU, else one a node)")
-    group.add_argument("--quiet", action="store_true", help="no progress bars")
+    add = group.add_argument
+    add("--model", metavar="NAME_OR_PATH", help="folder or hub name (the packaged SmolLM2-135M-Instruct)")
+    add("--dtype", choices=DTYPES, default="auto", help="(float32 on a CPU, bfloat16 on a GPU)")
+    add("--device", default="auto", help="for instance cpu or cuda:0 (a GPU if there is one)")
+    add("--attention", default="sdpa", metavar="NAME", help="transformers' implementation (sdpa)")
+    add("--threads", type=positive, metavar="N", help="CPU threads")
+    add("--head-scores", metavar="FILE", help="for kvzip-head, made by `kvzip-press heads score`")
+    add("--backend", default="auto", help="kernels of kvzip-press (auto)")
+    add("--quiet", action="store_true", help="no progress bars")
+    return group
 
 
-def _ratio(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
-    if not 0 < value <= 1:
-        raise argparse.ArgumentTypeError(f"a kept fraction must be in (0, 1], got {text}")
-    return value
+def _session_options(parser: argparse.ArgumentParser, *, budget: str, output: Path | None = None) -> None:
+    told = "the results folder" if output is None else f"the results folder ({output})"
+    missing = output is None
+    parser.add_argument("-o", "--output", type=Path, required=missing, default=output, metavar="RESULTS", help=told)
+    add = _loading_options(parser).add_argument
+    add("--window", type=positive, metavar="N", help="tokens the model can take (by its configuration)")
+    fair = f"baselines keep as many pairs as kvzip-press, or what they make of the fraction themselves ({budget})"
+    add("--budget", choices=BUDGETS, default=budget, help=fair)
+    add("--scorer", choices=SCORERS, default="paper", help="how answers are judged (paper)")
+    add("--engine", choices=ENGINES, default="local", help="where: in this process, or on Ray (local)")
+    add("--address", metavar="ADDRESS", help="of a Ray cluster, for instance auto (start a local one)")
+    add("--workers", type=positive, metavar="N", help="Ray workers (one a GPU, else one a node)")
 
 
-def _positive(text: str) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
-    return value
+# Of each command: what adds its options, and says in its help what it does; its line in the list of commands
+OPTIONS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], str]] = {
+    "run": (_run, "measure presses on tasks"),
+    "demo": (_demo, "measure a small fixed grid, and report"),
+    "leaderboard": (_leaderboard, "measure the grid of kvpress's leaderboard and write its folders"),
+    "report": (_report, "write the report of a results folder"),
+    "rescore": (_rescore, "judge saved answers anew"),
+    "export": (_export, "write generated RULER contexts as a data set"),
+    "tasks": (_list, "list the tasks"),
+    "presses": (_list, "list the presses"),
+}
 
 
 def _shard(text: str) -> tuple[int, int]:

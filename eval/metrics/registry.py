@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+from ..choices import SCORERS
 from ..tasks.base import Question
 from . import text_match
 from .code_match import code_form, repoqa
@@ -18,8 +19,6 @@ from .text_forms import first_number, includes, normalise, squeeze
 from .text_match import Score
 
 __all__ = ["METRICS", "SCORERS", "Metric", "Score", "includes", "metric_of", "normalise"]
-
-SCORERS = ("paper", "official", "lenient")
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,11 @@
-"""Equal numbers of kept KV pairs for presses that count their budget in different ways."""
+"""
+Let all presses keep equally many KV pairs, though they count their budget in different ways, and count what they kept.
+
+kvzip-press takes its ratio of the pairs behind the chat's first tokens, which stay; kvpress's presses take theirs of
+all pairs, or layer by layer.
+"""
+
+from __future__ import annotations
 
 from collections.abc import Sequence
 
@@ -6,16 +13,19 @@ import kvpress
 import torch
 from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
+from ... import KVzipPress
 from ...models import attention_modules
+from ...prompts import PROMPTS, encode_prompts
 
-# The default of kvzip_press.KVzipPress, and of kvpress's KVzipPress too.
-N_SINK = 4
-# Where kvpress's attention patch looks for the pairs to hide.
+# The default of kvpress's KVzipPress too
+N_SINK = KVzipPress.n_sink
+# Where kvpress's attention patch looks for the pairs to hide
 MASK = "masked_key_indices"
 
 
 def kept_target(context_length: int, protected_length: int, n_heads: int, ratio: float) -> int:
-    """Pairs that kvzip-press keeps: the first tokens whole, and the fraction `ratio` of the pairs behind them.
+    """
+    Pairs that kvzip-press keeps: the first tokens whole, and the fraction `ratio` of the pairs behind them.
 
     Parameters
     ----------
@@ -27,11 +37,6 @@ def kept_target(context_length: int, protected_length: int, n_heads: int, ratio:
         KV heads of all layers together.
     ratio : float
         Kept fraction of the pairs behind them.
-
-    Returns
-    -------
-    int
-        Kept pairs, those of the protected tokens included.
     """
     return n_heads * protected_length + round(ratio * n_heads * (context_length - protected_length))
 
@@ -61,11 +66,11 @@ def fit_budget(
     num_layers: int,
     num_heads: int,
 ) -> None:
-    """Let a press of kvpress keep as many pairs as kvzip-press would keep of this context.
+    """
+    Let a press of kvpress keep as many pairs as kvzip-press would keep of this context.
 
-    kvpress counts the chat prefix inside its budget, kvzip-press keeps it outside. KVzip and KVgrad then keep exactly
-    the same number of pairs; a press that gives each layer or each head the same budget keeps the nearest number it
-    can. Presses of kvzip-press are left as they are.
+    KVzip and KVgrad then keep exactly the same number of pairs; a press that gives each layer or each head the same
+    budget keeps the nearest number it can. Presses of kvzip-press are left as they are.
 
     Parameters
     ----------
@@ -91,12 +96,8 @@ def fit_budget(
 
 
 def prefix_length(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Tokens of the chat template before the user's text; none without a template."""
-    if tokenizer.chat_template is None:
-        return 0
-    mark = "#" * 16
-    prompt = tokenizer.apply_chat_template([{"role": "user", "content": mark}], tokenize=False)
-    return len(tokenizer.encode(prompt.split(mark)[0], add_special_tokens=False))
+    """Tokens before the user's text: those of the chat template; without one, the BOS token."""
+    return len(encode_prompts(PROMPTS["default"], tokenizer).chat_prefix)
 
 
 def protected_length(tokenizer: PreTrainedTokenizerBase) -> int:
@@ -109,14 +110,15 @@ def masked_indices(model: PreTrainedModel) -> list[tuple[torch.Tensor, ...] | No
     return [getattr(module, MASK, None) for module in attention_modules(model)]
 
 
-def set_masked_indices(model: PreTrainedModel, masks: list[tuple[torch.Tensor, ...] | None]) -> None:
+def set_masked_indices(model: PreTrainedModel, masks: Sequence[tuple[torch.Tensor, ...] | None]) -> None:
     """Put back what `masked_indices` returned, for the cache it belongs to."""
     for module, mask in zip(attention_modules(model), masks, strict=True):
         setattr(module, MASK, mask)
 
 
 def kept_pairs(model: PreTrainedModel, cache: Cache, layers: Sequence[int] | None = None) -> int:
-    """Count the pairs of a cache that attention can see, over all KV heads.
+    """
+    Count the pairs of a cache that attention can see, the prefix's included, over all KV heads.
 
     Parameters
     ----------
@@ -126,14 +128,8 @@ def kept_pairs(model: PreTrainedModel, cache: Cache, layers: Sequence[int] | Non
         The compressed cache, before or between questions.
     layers : sequence of int, optional
         Layers that count; all by default.
-
-    Returns
-    -------
-    int
-        Visible pairs, the prefix included.
     """
-    kept = 0
-    masks = masked_indices(model)
+    kept, masks = 0, masked_indices(model)
     for index in range(len(cache.layers)) if layers is None else layers:
         layer, mask = cache.layers[index], masks[index]
         if hasattr(layer, "head_lengths"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, is_dataclass
 from difflib import get_close_matches
 from typing import Any
@@ -18,28 +18,10 @@ from ...scoring import SCORERS
 from ...selection import HEAD_LEVEL, LEVELS
 
 FULL = "full"
+# A press and the fraction of the pairs that it keeps
+Variant = tuple[str, float]
 # Amounts and handles, which are no parameters of a method
 _NOT_DESCRIBED = {"compression_ratio", "ratio", "budget", "tokenizer", "progress", "head_compression_ratio"}
-
-
-@dataclass(frozen=True)
-class PressOptions:
-    """
-    What presses of kvzip-press need beside their name.
-
-    Parameters
-    ----------
-    tokenizer : PreTrainedTokenizerBase, optional
-        The model's; loaded by the model's name where it is not given.
-    head_scores : HeadScores, optional
-        For the level of whole heads.
-    backend : str
-        Kernels, see :class:`kvzip_press.KVzipPress`.
-    """
-
-    tokenizer: PreTrainedTokenizerBase | None
-    head_scores: HeadScores | None = None
-    backend: str = "auto"
 
 
 @dataclass(frozen=True)
@@ -50,39 +32,36 @@ class PressKind:
     Parameters
     ----------
     make : callable
-        Given the kept fraction and :class:`PressOptions`, the press; None compresses nothing.
+        Given the kept fraction and the options of :func:`make_press`, the press; None compresses nothing.
     about : str
         What it is, in a line.
     eager : bool
         Whether it needs attention weights, and so eager attention.
     """
 
-    make: Callable[[float, PressOptions], kvpress.BasePress | None]
+    make: Callable[..., kvpress.BasePress | None]
     about: str
     eager: bool = False
 
 
 def _theirs(press_class: type, about: str, *, eager: bool = False, **parameters: Any) -> PressKind:
-    return PressKind(lambda ratio, options: press_class(compression_ratio=1 - ratio, **parameters), about, eager)
+    return PressKind(lambda ratio, **options: press_class(compression_ratio=1 - ratio, **parameters), about, eager)
 
 
 def _adakv(press_class: type[kvpress.ScorerPress], about: str, **parameters: Any) -> PressKind:
-    def make(ratio: float, options: PressOptions) -> kvpress.BasePress:
-        return kvpress.AdaKVPress(press_class(compression_ratio=1 - ratio, **parameters))
-
-    return PressKind(make, f"AdaKV with {about}")
+    inner = _theirs(press_class, about, **parameters)
+    return PressKind(lambda ratio, **options: kvpress.AdaKVPress(inner.make(ratio)), f"AdaKV with {about}")
 
 
 def _ours(about: str, **parameters: Any) -> PressKind:
-    def make(ratio: float, options: PressOptions) -> kvpress.BasePress:
-        given = dict(parameters)
-        if given.get("level") == HEAD_LEVEL:
-            if options.head_scores is None:
+    def make(ratio: float, *, head_scores: HeadScores | None, **options: Any) -> kvpress.BasePress:
+        if parameters.get("level") == HEAD_LEVEL:
+            if head_scores is None:
                 raise ValueError(
                     "kvzip-head needs head scores: give --head-scores FILE, made with `kvzip-press heads score`"
                 )
-            given["head_scores"] = options.head_scores
-        return KVzipPress(ratio=ratio, tokenizer=options.tokenizer, backend=options.backend, **given)
+            options["head_scores"] = head_scores
+        return KVzipPress(ratio=ratio, **options, **parameters)
 
     return PressKind(make, about)
 
@@ -91,19 +70,17 @@ def _our_presses() -> dict[str, PressKind]:
     """Every scorer at every pair level, whole heads, and variants of the replay."""
     presses = {}
     for scorer in SCORERS:
-        for level in (level for level in LEVELS if level != HEAD_LEVEL):
-            name = "-".join(
-                ["kvzip", *([] if scorer == "kvzip" else [scorer.removeprefix("kvzip-")])]
-                + ([] if level == "pair" else [level])
-            )
-            presses[name] = _ours(f"scorer {scorer}, level {level}, local replay", scorer=scorer, level=level)
+        for level in LEVELS:
+            if level != HEAD_LEVEL:
+                short = scorer.removeprefix("kvzip").removeprefix("-")
+                name = "-".join(part for part in ("kvzip", short, level) if part not in ("", "pair"))
+                presses[name] = _ours(f"scorer {scorer}, level {level}, local replay", scorer=scorer, level=level)
     presses["kvzip-head"] = _ours("whole heads by --head-scores, without a replay", level=HEAD_LEVEL)
     for replay in ("full", "local"):
         for chunk_size in (2048, 512, 256):
-            about = f"{replay} replay in chunks of {chunk_size}" + (
-                " (the paper)" * (replay + str(chunk_size) == "full2048")
-            )
-            presses[f"kvzip-{replay}-{chunk_size}"] = _ours(about, replay=replay, chunk_size=chunk_size)
+            about = f"{replay} replay in chunks of {chunk_size}"
+            paper = " (the paper)" if (replay, chunk_size) == ("full", 2048) else ""
+            presses[f"kvzip-{replay}-{chunk_size}"] = _ours(about + paper, replay=replay, chunk_size=chunk_size)
     for quantization in QUANTIZATIONS:
         about = f"kept pairs stored in {quantization[3:]} bits a number"
         presses[f"kvzip-{quantization}"] = _ours(about, quantization=quantization)
@@ -114,10 +91,10 @@ def _our_presses() -> dict[str, PressKind]:
 
 
 SNAPKV: dict[str, Any] = {"window_size": 32, "kernel_size": 7}
-EXPECTED: dict[str, Any] = {"epsilon": 1e-2}
 
+# A press to compare with is a line here
 PRESSES: dict[str, PressKind] = {
-    FULL: PressKind(lambda ratio, options: None, "the full cache"),
+    FULL: PressKind(lambda ratio, **options: None, "the full cache"),
     **_our_presses(),
     "observed-attention": _theirs(kvpress.ObservedAttentionPress, "in H2O's place; eager attention", eager=True),
     "snapkv": _theirs(kvpress.SnapKVPress, "SnapKV, window 32, kernel 7", **SNAPKV),
@@ -129,12 +106,12 @@ PRESSES: dict[str, PressKind] = {
     "streaming-llm": _theirs(kvpress.StreamingLLMPress, "StreamingLLM: first and last tokens"),
     "random": _theirs(kvpress.RandomPress, "random pairs, seed 42", seed=42),
     "adakv-snapkv": _adakv(kvpress.SnapKVPress, "SnapKV, window 32, kernel 7", **SNAPKV),
-    "adakv-expected-attention": _adakv(kvpress.ExpectedAttentionPress, "ExpectedAttention, epsilon 0.01", **EXPECTED),
+    "adakv-expected-attention": _adakv(kvpress.ExpectedAttentionPress, "ExpectedAttention, epsilon 0.01", epsilon=0.01),
     "adakv-tova": _adakv(kvpress.TOVAPress, "TOVA"),
     "adakv-keydiff": _adakv(kvpress.KeyDiffPress, "KeyDiff"),
     "adakv-knorm": _adakv(kvpress.KnormPress, "Knorm"),
     "duo-attention": PressKind(
-        lambda ratio, options: kvpress.DuoAttentionPress(head_compression_ratio=1 - ratio),
+        lambda ratio, **options: kvpress.DuoAttentionPress(head_compression_ratio=1 - ratio),
         "DuoAttention; downloads the patterns of the models it knows",
     ),
     "kvpress-kvzip": _theirs(kvpress.KVzipPress, "kvpress's own KVzip"),
@@ -152,7 +129,8 @@ def make_press(
     head_scores: HeadScores | None = None,
     backend: str = "auto",
 ) -> kvpress.BasePress | None:
-    """Make a press by its name.
+    """
+    Make a press by its name; None for `full`, which compresses nothing.
 
     Parameters
     ----------
@@ -160,20 +138,22 @@ def make_press(
         A name in `PRESSES`.
     ratio : float
         Kept fraction of the KV pairs.
-    tokenizer : PreTrainedTokenizerBase
-        The model's tokenizer. kvpress's own KVzip and KVgrad load theirs again from `model.config.name_or_path`.
-    head_scores, backend
-        See `PressOptions`.
+    tokenizer : PreTrainedTokenizerBase, optional
+        The model's; presses load it by the model's name where it is not given, those of kvpress always.
+    head_scores : HeadScores, optional
+        For presses of kvzip-press that evict whole heads.
+    backend : str
+        Kernels of kvzip-press's presses, see :class:`kvzip_press.KVzipPress`.
 
-    Returns
-    -------
-    kvpress.BasePress or None
-        The press; None for `full`, which compresses nothing.
+    Raises
+    ------
+    ValueError
+        If there is no such press or ratio, or it needs head scores and has none.
     """
     check_name(name)
     if not 0 < ratio <= 1:
         raise ValueError(f"ratio must be in (0, 1], got {ratio}")
-    return PRESSES[name].make(ratio, PressOptions(tokenizer, head_scores, backend))
+    return PRESSES[name].make(ratio, tokenizer=tokenizer, head_scores=head_scores, backend=backend)
 
 
 def is_ours(name: str) -> bool:
@@ -208,14 +188,7 @@ def check_press(press: kvpress.BasePress | None, model: PreTrainedModel) -> None
 
 
 def press_parameters(press: kvpress.BasePress | None) -> dict[str, Any]:
-    """
-    All that decides what a press keeps, but for how much.
-
-    Returns
-    -------
-    dict
-        The class and its parameters, those of a press inside it included; only what JSON can hold.
-    """
+    """All that decides what a press keeps, but for how much: class and parameters, inner press included, for JSON."""
     if press is None:
         return {}
     described: dict[str, Any] = {"class": type(press).__name__}
@@ -234,7 +207,7 @@ def _plain(value: Any) -> Any:
     return value if isinstance(value, (str, int, float, bool, type(None))) else repr(value)
 
 
-def variants(names: list[str], ratios: list[float]) -> list[tuple[str, float]]:
+def variants(names: Iterable[str], ratios: Iterable[float]) -> list[Variant]:
     """Each name with each ratio, `full` once with 1.0, in the order given."""
     pairs = [(name, ratio) for name in names for ratio in ([1.0] if name == FULL else ratios)]
     return list(dict.fromkeys(pairs))

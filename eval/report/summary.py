@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
+from ..results.answers import check_whole
 from ..results.folder import sha256
 from ..results.record import Record
-from ..results.records import check_whole
 from .cells import FULL, Average, Cell, Place, averages_of, cell_of, grouped
 
 # A press holds down to a ratio while it keeps this share of the full cache's score.

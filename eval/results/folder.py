@@ -1,4 +1,9 @@
-"""A results folder: records of samples, which survive whatever ends the run, and where they come from."""
+"""
+A results folder on the disk.
+
+`samples.jsonl` holds a record, one line of JSON, for each sample under each press and ratio, and survives whatever ends
+the run; `run.json` says where the latest of them come from.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +11,11 @@ import hashlib
 import json
 import os
 import tempfile
+from collections import Counter
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from filelock import FileLock
 
@@ -38,10 +45,10 @@ def read_records(folder: Path | str) -> list[Record]:
     file = Path(folder) / SAMPLES
     if not file.is_file():
         raise FileNotFoundError(f"no {SAMPLES} in {str(folder)!r}: name the folder given to `kvzip-eval run -o`")
-    lines = file.read_bytes().split(b"\n")
     # What follows the last line break was not written to its end
+    *lines, _ = file.read_bytes().split(b"\n")
     records = {}
-    for number, line in enumerate(lines[:-1], start=1):
+    for number, line in enumerate(lines, start=1):
         try:
             record = json.loads(line)
             records[record["key"]] = record
@@ -60,57 +67,50 @@ class SampleLog:
     ----------
     folder : Path or str
         Made if missing.
+
+    Attributes
+    ----------
+    records : dict
+        By key, in the order they were written.
     """
 
     def __init__(self, folder: Path | str) -> None:
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         self.file = self.folder / SAMPLES
-        self._records = {record["key"]: record for record in read_records(self.folder)} if self.file.exists() else {}
-
-    def __contains__(self, key: str) -> bool:
-        return key in self._records
-
-    def __len__(self) -> int:
-        return len(self._records)
-
-    def get(self, key: str) -> Record | None:
-        """Return the record of a key, or None."""
-        return self._records.get(key)
-
-    def records(self) -> list[Record]:
-        """Return all records."""
-        return list(self._records.values())
+        found = read_records(self.folder) if self.file.exists() else []
+        self.records: dict[str, Record] = {record["key"]: record for record in found}
 
     def add(self, record: Record) -> None:
         """Append a record, replacing an earlier one of the same key."""
-        line = json.dumps(record, ensure_ascii=False).encode("utf-8", errors="replace") + b"\n"
         with _lock(self.folder), self.file.open("a+b") as file:
             _drop_torn_line(file)
-            file.write(line)
+            file.write(_line(record).encode(errors="replace"))
             file.flush()
             os.fsync(file.fileno())
-        self._records[record["key"]] = record
+        self.records[record["key"]] = record
 
     def replace_all(self, records: Iterable[Record]) -> None:
         """Write these records in place of all others, at once or not at all."""
-        kept = list(records)
-        lines = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in kept)
+        kept = {record["key"]: record for record in records}
         with _lock(self.folder):
-            write_atomically(self.file, lines)
-        self._records = {record["key"]: record for record in kept}
+            write_atomically(self.file, "".join(map(_line, kept.values())))
+        self.records = kept
 
 
-def _drop_torn_line(file: Any) -> None:
+def _line(record: Record) -> str:
+    return json.dumps(record, ensure_ascii=False) + "\n"
+
+
+def _drop_torn_line(file: BinaryIO) -> None:
     """Cut off what a killed process left of its last line."""
     end = file.seek(0, os.SEEK_END)
     if end == 0:
         return
     file.seek(end - 1)
-    if file.read(1) == b"\n":
-        return
-    file.seek(0)
-    file.truncate(file.read().rfind(b"\n") + 1)
+    if file.read(1) != b"\n":
+        file.seek(0)
+        file.truncate(file.read().rfind(b"\n") + 1)
 
 
 def _lock(folder: Path) -> FileLock:
@@ -141,13 +141,11 @@ def read_run(folder: Path | str) -> Record:
     ValueError
         If the file is damaged.
     """
-    file = Path(folder) / RUN
+    file, run = Path(folder) / RUN, None
     if not file.is_file():
         return {}
-    try:
+    with suppress(ValueError):
         run = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{file} is damaged: delete it, the records are elsewhere") from error
     if not isinstance(run, dict):
         raise ValueError(f"{file} is damaged: delete it, the records are elsewhere")
     return run
@@ -175,8 +173,8 @@ def note_run(
     """
     path = Path(folder)
     with _lock(path):
-        run = read_run(path)
-        before = run.get("saved") or {}
-        counts = {name: before.get(name, 0) + (saved or {}).get(name, 0) for name in {**before, **(saved or {})}}
-        missing = {**(run.get("left_out") or {}), **(left_out or {})}
+        before = read_run(path)
+        counts: Counter[str] = Counter(before.get("saved"))
+        counts.update(saved)
+        missing = {**(before.get("left_out") or {}), **(left_out or {})}
         write_atomically(path / RUN, json.dumps({**provenance, "saved": counts, "left_out": missing}, indent=1) + "\n")

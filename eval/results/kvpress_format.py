@@ -19,6 +19,7 @@ from .record import Record
 
 DATASET = "ruler"
 PREFIX = "ruler_"
+COLUMNS = "question answer_prefix answer task max_new_tokens predicted_answer compression_ratio".split()
 # What the records of a folder have in common, beside what its name says
 ALIKE = ("source", "seed", "prompt", "budget", "dtype", "attention", "ratio")
 # Names in kvpress's registry; parameters that differ from those there are in the name
@@ -57,30 +58,24 @@ def write_folders(records: Iterable[Record], output: Path) -> list[Path]:
     output : Path
         Made if missing. Folders of the same name are written over.
 
-    Returns
-    -------
-    list of Path
-        The folders.
-
     Raises
     ------
     ValueError
         If no record can be written so.
     """
-    groups: dict[tuple[tuple[str, ...], str], list[Record]] = {}
+    groups: dict[tuple[str, ...], list[Record]] = {}
     for record in records:
         if record["family"] == DATASET and record["protocol"] != "reuse":
-            groups.setdefault((_components(record), json.dumps([record[part] for part in ALIKE])), []).append(record)
+            groups.setdefault(_components(record), []).append(record)
     if not groups:
         raise ValueError("kvpress's format holds RULER alone, and there are no records of it: run --tasks ruler")
-    names = [name for name, _ in groups]
-    for name in names:
-        if names.count(name) > 1:
+    for name, group in groups.items():
+        if any(record[part] != group[0][part] for record in group for part in ALIKE):
             raise ValueError(
                 f"{'__'.join(name)} would hold records of different sources, seeds, prompts, budgets or ratios: "
                 "measure each into a results folder of its own"
             )
-    return [_write_folder(output, name, group) for (name, _), group in groups.items()]
+    return [_write_folder(output, name, group) for name, group in groups.items()]
 
 
 def _components(record: Record) -> tuple[str, ...]:
@@ -110,24 +105,25 @@ def _write_folder(output: Path, name: tuple[str, ...], records: list[Record]) ->
             for record in records
             for question in record["questions"]
         ],
-        columns=[
-            *("question", "answer_prefix", "answer", "task", "max_new_tokens"),
-            *("predicted_answer", "compression_ratio", "score"),
-        ],
+        columns=(*COLUMNS, "score"),
     )
     fraction = len(rows) / (len(RULER) * NUM_SAMPLES)
     part = () if fraction >= 1 else (f"fraction{fraction:.3f}",)
     folder = output / "__".join(name[:5] + part + name[5:])
     folder.mkdir(parents=True, exist_ok=True)
-    rows.drop(columns="score").to_csv(folder / "predictions.csv", index=False)
+    rows.to_csv(folder / "predictions.csv", index=False, columns=COLUMNS)
     metrics = {
         task: {"string_match": round(float(of_task.sum()) / len(of_task) * 100, 2)}
         for task, of_task in rows.groupby("task")["score"]
     }
-    (folder / "metrics.json").write_text(json.dumps(metrics, indent=4), encoding="utf-8")
     config = yaml.dump(_config(records[0], fraction, output), default_flow_style=False, indent=2, sort_keys=False)
-    (folder / "config.yaml").write_text(config, encoding="utf-8")
-    (folder / "kvzip_eval.json").write_text(json.dumps(_more(records), indent=1) + "\n", encoding="utf-8")
+    texts = {
+        "metrics.json": json.dumps(metrics, indent=4),
+        "config.yaml": config,
+        "kvzip_eval.json": json.dumps(_more(records), indent=1) + "\n",
+    }
+    for file, text in texts.items():
+        (folder / file).write_text(text, encoding="utf-8")
     return folder
 
 
@@ -145,10 +141,7 @@ def _config(record: Record, fraction: float, output: Path) -> dict[str, Any]:
         "max_new_tokens": None,
         "max_context_length": None,
         "query_aware": record["protocol"] == "aware",
-        "needle_depth": None,
-        "compression_interval": None,
-        "target_size": None,
-        "hidden_states_buffer_size": None,
+        **dict.fromkeys(["needle_depth", "compression_interval", "target_size", "hidden_states_buffer_size"]),
         "output_dir": str(output),
         "log_level": "INFO",
         "model_kwargs": {"attn_implementation": record["attention"], "dtype": record["dtype"]},
@@ -173,12 +166,10 @@ def init_command(parameters: Mapping[str, Any], removed: float) -> str:
 
 
 def _more(records: list[Record]) -> dict[str, Any]:
-    first = records[0]
     answered = [record for record in records if not record["skipped"]]
+    alike = ("source", "imitation", "prompt", "budget", "scorer", "version", "commit", "press", "ratio")
     return {
-        **{part: first[part] for part in ("source", "imitation", "prompt", "budget", "scorer", "version", "commit")},
-        "press": first["press"],
-        "ratio": first["ratio"],
+        **{part: records[0][part] for part in alike},
         "kept": sum(record["kept"] for record in answered) / len(answered) if answered else None,
         "contexts": len(answered),
         "skipped": len(records) - len(answered),
@@ -197,11 +188,6 @@ def write_dataset(samples: Mapping[str, Iterable[Sample]], folder: Path, length:
         Made if missing.
     length : int
         Their length in tokens, which names the data directory.
-
-    Returns
-    -------
-    Path
-        The parquet file.
     """
     rows = [
         {

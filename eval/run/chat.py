@@ -9,9 +9,9 @@ from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from ...prompts import PROMPTS, encode_prompts
+from ..choices import STYLES
 from ..tasks.base import Question
 
-STYLES = ("paper", "kvpress")
 # arXiv 2505.23416, released code
 SYSTEM = "You are a helpful assistant."
 _SEPARATOR = "KVZIP-EVAL-SEPARATOR"

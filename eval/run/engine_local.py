@@ -1,7 +1,8 @@
-"""Measures the cells of one sample with a model in this process."""
+"""The engine in this process: compresses each context in all the ways asked for, asks its questions, and judges."""
 
 from __future__ import annotations
 
+import argparse
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -14,18 +15,23 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ... import HeadScores
 from ...models import language_model
 from ..metrics.registry import Score, metric_of
-from ..presses.registry import check_press, is_ours, make_press
+from ..presses.registry import Variant, check_press, is_ours, make_press
+from ..results.answers import PRESS_FAILED, excerpt, key_of, mean_score, question_record
 from ..results.folder import sha256
-from ..results.record import Record
-from ..results.records import PRESS_FAILED, excerpt, mean_score, question_record
+from ..results.record import Record, provenance
 from ..tasks.base import Question
 from ..tasks.fidelity import METRIC as FIDELITY
 from .answer import forgetting, greedy_answer, masks_of_uneven_layers
 from .chat import Chat, OpenedContext
 from .fidelity import answer_logprobs, compare
-from .identity import Identifier, RunIdentity, Unit, key_of
-from .sweep import ContextSweep, Effort, PressFailure, SweptCache, Variant, plain_nbytes
+from .grid import Unit
+from .identity import Identifier, RunIdentity
+from .sweep import ContextSweep, Effort, PressFailure, SweptCache, plain_nbytes
 from .warm_up import warm_up
+
+# What a record takes over
+OF_RUN = ("dtype", "attention", "device", "budget", "scorer", "version")
+OF_UNIT = ("task", "family", "task_version", "source", "imitation", "length", "seed", "protocol", "prompt")
 
 
 @dataclass
@@ -39,6 +45,22 @@ class _Tally:
     questions: list[Record] = field(default_factory=list)
     failure: str | None = None
 
+    def measured(self) -> Record:
+        """Return what a record says of it: nothing where it failed."""
+        if self.failure is not None:
+            names = ("kept", "kept_pairs", "total_pairs", "cache_bytes", "seconds", "score")
+            return {**dict.fromkeys(names), "questions": [], "skipped": self.failure}
+        return {
+            "kept": self.kept_pairs / max(1, self.total_pairs),
+            "kept_pairs": self.kept_pairs,
+            "total_pairs": self.total_pairs,
+            "cache_bytes": round(sum(self.nbytes) / len(self.nbytes)),
+            "seconds": self.seconds,
+            "questions": self.questions,
+            "score": mean_score(self.questions),
+            "skipped": None,
+        }
+
 
 @dataclass(frozen=True)
 class _Round:
@@ -51,61 +73,35 @@ class _Round:
     @property
     def needed(self) -> int:
         """Tokens of the context, the longest question and its answer."""
-        return self.opened.num_tokens + max(
-            ids.shape[1] + question.max_new_tokens for question, ids in zip(self.asked, self.ids, strict=True)
-        )
+        asked = zip(self.asked, self.ids, strict=True)
+        return self.opened.num_tokens + max(ids.shape[1] + question.max_new_tokens for question, ids in asked)
 
 
 class LocalEngine:
-    """
-    Measures units with a loaded model.
-
-    Parameters
-    ----------
-    model, tokenizer
-        The model, and its tokenizer.
-    identity : RunIdentity
-        What all records have in common.
-    head_scores : HeadScores, optional
-        For presses of whole heads.
-    commit : str, optional
-        Of this package, for the records.
-    """
+    """Measures units with a loaded model, its tokenizer, and head scores for presses of whole heads."""
 
     def __init__(
         self,
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
         identity: RunIdentity,
-        *,
         head_scores: HeadScores | None = None,
-        commit: str | None = None,
     ) -> None:
         self.model = model
         self.tokenizer = tokenizer
         self.identity = identity
-        self.head_scores = head_scores
+        self.identifier = Identifier(identity, head_scores)
         self.window = identity.window or getattr(language_model(model).config, "max_position_embeddings", None)
-        self.commit = commit
+        self.provenance = provenance(model, argparse.Namespace())
         self.effort = Effort()
-        self._identifier = Identifier(identity, tokenizer, head_scores)
+        self.press_options: dict[str, Any] = {"head_scores": head_scores, "backend": identity.backend}
         self._warm: set[str] = set()
 
     def check(self, names: Sequence[str]) -> None:
-        """
-        Refuse presses that can't run, before any work.
-
-        Raises
-        ------
-        ValueError
-            With the press and the reason.
-        """
+        """Refuse presses that can't run before any work: ValueError with the press and the reason."""
         for name in names:
             try:
-                press = make_press(
-                    name, 0.5, self.tokenizer, head_scores=self.head_scores, backend=self.identity.backend
-                )
-                check_press(press, self.model)
+                check_press(make_press(name, 0.5, self.tokenizer, **self.press_options), self.model)
             except ValueError as error:
                 raise ValueError(f"press {name}: {error}") from error
 
@@ -120,75 +116,65 @@ class LocalEngine:
     def measure(self, unit: Unit) -> Iterator[Record]:
         """Yield a record for each of the unit's presses and ratios, as soon as it is finished."""
         rounds, reason = self._rounds(unit)
-        if reason is not None:
-            for variant in unit.variants:
-                yield self._record(unit, variant, rounds, _Tally(failure=reason))
-            return
-        self._warm_up(unit)
-        tallies = {variant: _Tally() for variant in unit.variants}
-        for number, turn in enumerate(rounds):
+        tallies = {variant: _Tally(failure=reason) for variant in unit.variants}
+        finished: set[Variant] = set()
+        if reason is None:
+            self._warm_up(unit)
+        for number, turn in enumerate(rounds if reason is None else [], start=1):
             sweep = ContextSweep(
-                self.model,
-                turn.opened,
-                self.effort,
-                budget=self.identity.budget,
-                head_scores=self.head_scores,
-                backend=self.identity.backend,
+                self.model, turn.opened, self.effort, budget=self.identity.budget, **self.press_options
             )
-            references = self._references(turn, sweep)
+            references = [self._reference(sweep, *asked) for asked in zip(turn.asked, turn.ids, strict=True)]
             # A press that failed on one question is not asked the others
             wanted = [variant for variant, tally in tallies.items() if tally.failure is None]
             for variant, swept in sweep.caches(wanted):
                 self._add(tallies[variant], turn, swept, references)
-                if number == len(rounds) - 1:
+                if number == len(rounds):
+                    finished.add(variant)
                     yield self._record(unit, variant, rounds, tallies[variant])
         for variant, tally in tallies.items():
-            if tally.failure is not None and variant not in wanted:
+            if variant not in finished:
                 yield self._record(unit, variant, rounds, tally)
 
     def _warm_up(self, unit: Unit) -> None:
         """Leave no compilation to the first cell of a press."""
         presses = {press for press, _ in unit.variants if is_ours(press)} - self._warm
         if presses:
-            chat = Chat(self.tokenizer, unit.prompt, unit.instruction)
-            warm_up(self.model, chat, presses, head_scores=self.head_scores, backend=self.identity.backend)
+            warm_up(self.model, Chat(self.tokenizer, unit.prompt, unit.instruction), presses, **self.press_options)
             self._warm |= presses
 
     def _rounds(self, unit: Unit) -> tuple[list[_Round], str | None]:
         """Return the contexts to compress with their questions, and why they can't be, if so."""
         chat = Chat(self.tokenizer, unit.prompt, unit.instruction)
-        context, questions = unit.sample.context, list(unit.sample.questions)
-        rounds = []
-        if unit.protocol == "agnostic":
-            opened = chat.open(context)
-            rounds.append(_Round(opened, questions, [opened.question_ids(question) for question in questions]))
-        elif unit.protocol == "aware":
-            for question in questions:
-                opened = chat.open(context, question)
-                rounds.append(_Round(opened, [question], [opened.question_ids(question, already_read=True)]))
-        else:
-            opened = chat.open(context, questions[0])
-            rest = questions[1:]
+        context, (first, *rest) = unit.sample.context, unit.sample.questions
+        if unit.protocol == "aware":
+            opened = [(chat.open(context, question), [question]) for question in (first, *rest)]
+        elif unit.protocol == "reuse":
             if not rest:
                 return [], "the protocol reuse needs contexts with two or more questions"
-            rounds.append(_Round(opened, rest, [opened.question_ids(question) for question in rest]))
+            opened = [(chat.open(context, first), rest)]
+        else:
+            opened = [(chat.open(context), [first, *rest])]
+        already_read = unit.protocol == "aware"
+        rounds = [
+            _Round(before, asked, [before.question_ids(question, already_read=already_read) for question in asked])
+            for before, asked in opened
+        ]
         needed = max(turn.needed for turn in rounds)
         if self.window is not None and needed > self.window:
             return rounds, f"needs {needed} tokens, the model's window has {self.window}"
         return rounds, None
 
-    def _references(self, turn: _Round, sweep: ContextSweep) -> list[Any]:
-        """Return for each question that measures fidelity the full cache's answer and its log-probabilities."""
-        found = []
-        for question, ids in zip(turn.asked, turn.ids, strict=True):
-            reference = None
-            if question.metric == FIDELITY:
-                cache, length = sweep.full(), turn.opened.num_tokens
-                answer = greedy_answer(self.model, cache, ids, length, question.max_new_tokens)
-                answer_ids = torch.tensor([answer], device=self.model.device)
-                reference = answer_ids, self._logprobs(cache, ids, answer_ids, length)
-            found.append(reference)
-        return found
+    def _reference(
+        self, sweep: ContextSweep, question: Question, ids: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return the full cache's answer and its log-probabilities for a question that measures fidelity."""
+        if question.metric != FIDELITY:
+            return None
+        cache, length = sweep.full(), sweep.context.num_tokens
+        answer = greedy_answer(self.model, cache, ids, length, question.max_new_tokens)
+        answer_ids = torch.tensor([answer], device=self.model.device)
+        return answer_ids, self._logprobs(cache, ids, answer_ids, length)
 
     def _logprobs(self, cache: Any, ids: torch.Tensor, answer_ids: torch.Tensor, length: int) -> torch.Tensor:
         with forgetting(cache), masks_of_uneven_layers(self.model, cache):
@@ -200,8 +186,8 @@ class LocalEngine:
             return
         start = time.perf_counter()
         try:
-            for question, ids, reference in zip(turn.asked, turn.ids, references, strict=True):
-                tally.questions.append(self._ask(turn.opened, question, ids, swept, reference))
+            for asked in zip(turn.asked, turn.ids, references, strict=True):
+                tally.questions.append(self._ask(turn.opened, swept, *asked))
         except PressFailure as failure:
             tally.failure = f"{PRESS_FAILED}: {failure}"
             return
@@ -212,7 +198,7 @@ class LocalEngine:
         tally.nbytes.append(swept.nbytes)
 
     def _ask(
-        self, opened: OpenedContext, question: Question, ids: torch.Tensor, swept: SweptCache, reference: Any
+        self, opened: OpenedContext, swept: SweptCache, question: Question, ids: torch.Tensor, reference: Any
     ) -> Record:
         if reference is not None:
             answer_ids, logprobs = reference
@@ -221,58 +207,31 @@ class LocalEngine:
             text = self.tokenizer.decode(answer_ids[0], skip_special_tokens=True)
             sums = compare(logprobs, other, answer_ids)
             return question_record(question, text, Score(sums["agree"] / sums["tokens"], text), _fidelity(sums))
+        longest, at_first = question.max_new_tokens, opened.chat.stops_at_first_token
         with swept.asking():
-            answer = greedy_answer(
-                self.model,
-                swept.cache,
-                ids,
-                opened.num_tokens,
-                question.max_new_tokens,
-                stop_at_first=opened.chat.stops_at_first_token,
-            )
+            answer = greedy_answer(self.model, swept.cache, ids, opened.num_tokens, longest, stop_at_first=at_first)
         text = self.tokenizer.decode(answer, skip_special_tokens=True)
         score = metric_of(question.metric, self.identity.scorer)(text, question)
         return question_record(question, text, score, {"answer_tokens": len(answer)})
 
     def _record(self, unit: Unit, variant: Variant, rounds: list[_Round], tally: _Tally) -> Record:
-        identity = self._identifier.identity(unit, variant)
-        answered = tally.failure is None
+        identity = self.identifier.identity(unit, variant)
         context = unit.sample.context
         tokens = rounds[0].opened.num_tokens if rounds else None
         return {
             "key": key_of(identity),
             "model": self.identity.model["name"],
-            "dtype": self.identity.dtype,
-            "attention": self.identity.attention,
-            "device": self.identity.device,
-            "task": unit.task,
-            "family": unit.family,
-            "task_version": unit.task_version,
-            "source": unit.source,
-            "imitation": unit.imitation,
-            "length": unit.length,
-            "seed": unit.seed,
+            **{name: getattr(self.identity, name) for name in OF_RUN},
+            **{name: getattr(unit, name) for name in OF_UNIT},
             "sample": unit.sample.id,
             "press": variant[0],
             "ratio": variant[1],
-            "protocol": unit.protocol,
-            "prompt": unit.prompt,
-            "budget": self.identity.budget,
-            "scorer": self.identity.scorer,
-            "kept": tally.kept_pairs / max(1, tally.total_pairs) if answered else None,
-            "kept_pairs": tally.kept_pairs if answered else None,
-            "total_pairs": tally.total_pairs if answered else None,
-            "cache_bytes": round(sum(tally.nbytes) / len(tally.nbytes)) if answered else None,
+            **tally.measured(),
             "full_bytes": None if tokens is None else plain_nbytes(self.model, tokens),
             "context_tokens": tokens,
-            "seconds": tally.seconds if answered else None,
             "context_sha256": sha256(context),
             "context_excerpt": excerpt(context),
-            "questions": tally.questions if answered else [],
-            "score": mean_score(tally.questions) if answered else None,
-            "skipped": tally.failure,
-            "version": self.identity.version,
-            "commit": self.commit,
+            "commit": self.provenance["commit"],
             "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "identity": identity,
         }

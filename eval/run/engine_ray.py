@@ -1,20 +1,18 @@
-"""Measures units on the workers of a Ray cluster, a GPU each where there are GPUs."""
+"""The engine on a Ray cluster: contexts are spread over workers with a model each, on a GPU where there are GPUs."""
 
 from __future__ import annotations
 
-import argparse
 import logging
 import time
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ..results.record import Record, provenance
-from .identity import RunIdentity, Unit
+from ..results.record import Record
+from .grid import Unit
+from .identity import Identifier
+from .model import ModelOptions
 from .sweep import Effort
-
-if TYPE_CHECKING:
-    from .session import ModelOptions
 
 logger = logging.getLogger(__name__)
 
@@ -22,6 +20,8 @@ logger = logging.getLogger(__name__)
 RETRIES = 3
 # Seconds that workers may take to come up before it is said that some are not
 PATIENCE = 60.0
+# What knows the records, the tokenizer, and the provenance
+Described = tuple[Identifier, Any, Record]
 
 
 class Worker:
@@ -31,10 +31,10 @@ class Worker:
     It is loaded by a method, as Ray keeps no more than the text of an error that a constructor raises.
     """
 
-    def load(self, options: ModelOptions) -> tuple[RunIdentity, Any, Any, Record]:
-        """Load a model; return what records have in common, the tokenizer, the head scores and the provenance."""
+    def load(self, options: ModelOptions) -> Described:
+        """Load a model, and describe it."""
         self.engine = engine = options.load()
-        return engine.identity, engine.tokenizer, engine.head_scores, provenance(engine.model, argparse.Namespace())
+        return engine.identifier, engine.tokenizer, engine.provenance
 
     def check(self, names: Sequence[str]) -> None:
         """Refuse presses that can't run."""
@@ -69,9 +69,9 @@ class RayEngine:
     ValueError
         If the cluster can't be reached, or is too small for a worker.
     ConnectionError
-        If workers were lost time and again while they loaded the model.
+        If workers were lost time and again, while they loaded the model or measured a unit.
     Exception
-        What a worker raised when it loaded the model.
+        What a worker raised.
     """
 
     def __init__(self, options: ModelOptions, *, address: str | None = None, workers: int | None = None) -> None:
@@ -103,7 +103,7 @@ class RayEngine:
         except BaseException:
             self.close()
             raise
-        self.identity, self.tokenizer, self.head_scores, self.provenance = described
+        self.identifier, self.tokenizer, self.provenance = described
 
     def _find_room(self) -> int:
         """Return the number of nodes that can hold a worker; refuse a cluster without any."""
@@ -123,24 +123,32 @@ class RayEngine:
         self._starting[actor.load.remote(self._options)] = actor
         self._deadline = time.monotonic() + PATIENCE
 
-    def _admit(self, loaded: Any) -> tuple[RunIdentity, Any, Any, Record] | None:
+    def _admit(self, loaded: Any) -> Described | None:
         """Take a worker that has loaded its model, and return what it says; replace one that was lost."""
+        actor = self._starting.pop(loaded)
         try:
-            described = self._ray.get(loaded)
+            described: Described = self._answer(loaded)
         except self._ray.exceptions.RayActorError as error:
             self._lost_starting += 1
             if self._lost_starting > RETRIES:
                 raise ConnectionError(
                     f"{self._lost_starting} workers were lost while they loaded the model: {error}"
                 ) from error
-            self._actors.remove(self._starting.pop(loaded))
-            self._start()
+            self._replace(actor)
             return None
-        except self._ray.exceptions.RayTaskError as error:
-            raise error.cause from None
-        del self._starting[loaded]
         self._lost_starting = 0
         return described
+
+    def _replace(self, lost: Any) -> None:
+        self._actors.remove(lost)
+        self._start()
+
+    def _answer(self, reference: Any) -> Any:
+        """Return what a worker returned, or raise what it raised."""
+        try:
+            return self._ray.get(reference)
+        except self._ray.exceptions.RayTaskError as error:
+            raise error.cause from None
 
     def _up(self) -> list[Any]:
         starting = set(self._starting.values())
@@ -166,30 +174,11 @@ class RayEngine:
         )
 
     def check(self, names: Sequence[str]) -> None:
-        """
-        Refuse presses that can't run, before any work.
-
-        Raises
-        ------
-        ValueError
-            With the press and the reason.
-        """
-        try:
-            self._ray.get(self._up()[0].check.remote(list(names)))
-        except self._ray.exceptions.RayTaskError as error:
-            raise error.cause from None
+        """Refuse presses that can't run before any work: ValueError with the press and the reason."""
+        self._answer(self._up()[0].check.remote(list(names)))
 
     def run(self, units: Iterable[Unit]) -> Iterator[Record]:
-        """
-        Yield the records of units as they are finished, in any order.
-
-        Raises
-        ------
-        ConnectionError
-            If a unit's workers were lost time and again, or workers while they loaded the model.
-        Exception
-            What a worker raised.
-        """
+        """Yield the records of units as they are finished, in any order; raise as the constructor does."""
         waiting = deque(enumerate(units))
         number_of_units = len(waiting)
         lost: Counter[int] = Counter()
@@ -208,19 +197,16 @@ class RayEngine:
                 continue
             actor, number, unit = running.pop(done)
             try:
-                records, effort = self._ray.get(done)
+                records, effort = self._answer(done)
             except self._ray.exceptions.RayActorError as error:
                 lost[number] += 1
                 if lost[number] > RETRIES:
                     raise ConnectionError(
                         f"sample {unit.sample.id} of {unit.task} lost its worker {lost[number]} times: {error}"
                     ) from error
-                self._actors.remove(actor)
-                self._start()
+                self._replace(actor)
                 waiting.appendleft((number, unit))
                 continue
-            except self._ray.exceptions.RayTaskError as error:
-                raise error.cause from error
             idle.append(actor)
             self.effort.add(effort)
             yield from records

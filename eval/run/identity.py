@@ -1,4 +1,4 @@
-"""All that decides an answer, so that finished answers are known again and others are not mistaken for them."""
+"""All that decides an answer, which a record is found again by: another model, press or question is another record."""
 
 from __future__ import annotations
 
@@ -11,51 +11,14 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from ... import KVzipPress, __version__
+from ... import HeadScores, KVzipPress, __version__
 from ...pretrained.load import PACKAGED_NAME
-from ..presses.registry import FULL, PRESSES, make_press, press_parameters
+from ..presses.registry import FULL, PRESSES, Variant, make_press, press_parameters
 from ..results.folder import sha256
-from ..tasks.base import Question, Sample
-from .sweep import Variant
+from .grid import Unit
 
-PROTOCOLS = ("agnostic", "aware", "reuse")
+OF_UNIT = ("task", "task_version", "source", "length", "seed", "protocol", "prompt")
 _FINGERPRINT_NUMBERS = 8
-
-
-@dataclass(frozen=True)
-class Unit:
-    """
-    One sample in one protocol, and the presses and ratios to measure on it: what prefills can be shared by.
-
-    Parameters
-    ----------
-    task, family, task_version, imitation, instruction
-        Of the task; the metrics' names are in the questions.
-    source, length, seed
-        Of the request.
-    sample : Sample
-        Context and questions.
-    protocol : str
-        ``"agnostic"``: no question is seen by the press. ``"aware"``: each question is part of what is compressed.
-        ``"reuse"``: the first question is, and the others are asked of that cache (paper, figure 2).
-    prompt : str
-        See :class:`kvzip_press.eval.run.chat.Chat`.
-    variants : tuple
-        Presses with their ratios.
-    """
-
-    task: str
-    family: str
-    task_version: int
-    imitation: bool
-    instruction: str
-    source: str
-    length: int | None
-    seed: int
-    sample: Sample
-    protocol: str
-    prompt: str
-    variants: tuple[Variant, ...]
 
 
 def model_name(argument: str | None) -> str:
@@ -95,22 +58,14 @@ def _plain(value: Any) -> Any:
 @dataclass(frozen=True)
 class RunIdentity:
     """
-    What the cells of a run have in common.
+    What the cells of a run have in common: this package, the model, see :func:`model_identity`, and how it is used.
 
     Parameters
     ----------
-    model : dict
-        See :func:`model_identity`.
-    dtype, attention, device : str
-        Of the model.
-    backend, budget : str
-        See :class:`kvzip_press.eval.run.sweep.ContextSweep`.
-    scorer : str
-        See :func:`kvzip_press.eval.metrics.registry.metric_of`.
+    backend, budget, scorer : str
+        See :class:`kvzip_press.eval.run.sweep.ContextSweep` and :func:`kvzip_press.eval.metrics.registry.metric_of`.
     window : int, optional
         Tokens that the model can take, if not what its configuration says.
-    version : str
-        Of this package.
     """
 
     model: dict[str, Any]
@@ -124,37 +79,17 @@ class RunIdentity:
     version: str = __version__
 
     @classmethod
-    def of(
-        cls, model: PreTrainedModel, name: str, *, backend: str, budget: str, scorer: str, window: int | None = None
-    ) -> RunIdentity:
-        """Describe a loaded model and how it is used."""
-        return cls(
-            model_identity(model, name),
-            str(model.dtype).removeprefix("torch."),
-            model.config._attn_implementation,
-            model.device.type,
-            backend,
-            budget,
-            scorer,
-            window,
-        )
+    def of(cls, model: PreTrainedModel, name: str, **used: Any) -> RunIdentity:
+        """Describe a loaded model and how it is `used`: its backend, budget, scorer and window."""
+        dtype, attention = str(model.dtype).removeprefix("torch."), model.config._attn_implementation
+        return cls(model_identity(model, name), dtype, attention, model.device.type, **used)
 
 
 class Identifier:
-    """
-    Gives each cell of a run its identity.
+    """Gives each cell of a run its identity; head scores are those of the presses that need some."""
 
-    Parameters
-    ----------
-    run : RunIdentity
-        What all have in common.
-    tokenizer, head_scores
-        See :class:`kvzip_press.eval.presses.registry.PressOptions`.
-    """
-
-    def __init__(self, run: RunIdentity, tokenizer: Any, head_scores: Any = None) -> None:
+    def __init__(self, run: RunIdentity, head_scores: HeadScores | None = None) -> None:
         self.run = run
-        self.tokenizer = tokenizer
         self.head_scores = head_scores
         self._presses: dict[str, dict[str, Any]] = {}
 
@@ -164,18 +99,12 @@ class Identifier:
         questions = unit.sample.questions
         return {
             **asdict(self.run),
-            "task": unit.task,
-            "task_version": unit.task_version,
-            "source": unit.source,
-            "length": unit.length,
-            "seed": unit.seed,
+            **{name: getattr(unit, name) for name in OF_UNIT},
             "sample": unit.sample.id,
             "context_sha256": sha256(unit.sample.context),
-            "questions_sha256": sha256([_question(question) for question in questions]),
+            "questions_sha256": sha256([_plain(asdict(question)) for question in questions]),
             "instruction": unit.instruction if unit.prompt == "paper" else None,
             "max_new_tokens": [question.max_new_tokens for question in questions],
-            "protocol": unit.protocol,
-            "prompt": unit.prompt,
             "press": name,
             "ratio": ratio,
             **self._press(name),
@@ -183,7 +112,7 @@ class Identifier:
 
     def _press(self, name: str) -> dict[str, Any]:
         if name not in self._presses:
-            press = make_press(name, 0.5, self.tokenizer, head_scores=self.head_scores)
+            press = make_press(name, 0.5, None, head_scores=self.head_scores)
             described: dict[str, Any] = {"parameters": press_parameters(press)}
             if PRESSES[name].eager:
                 described["press_attention"] = "eager"
@@ -191,13 +120,3 @@ class Identifier:
                 described["kvpress"] = version("kvpress")
             self._presses[name] = described
         return self._presses[name]
-
-
-def _question(question: Question) -> dict[str, Any]:
-    described: dict[str, Any] = _plain(asdict(question))
-    return described
-
-
-def key_of(identity: dict[str, Any], scorer: str | None = None) -> str:
-    """Key of a record; with the scorer exchanged, if one is given."""
-    return sha256(identity if scorer is None else {**identity, "scorer": scorer})

@@ -1,167 +1,70 @@
-"""A model loaded for an evaluation, and a grid measured with it into a results folder."""
+"""Measure grids into a results folder: what is finished there is not measured again."""
 
 from __future__ import annotations
 
-import argparse
-import logging
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers.utils import logging as transformers_logging
+from tqdm import tqdm
 
-from ... import HeadScores, load_model
-from ...kernels.backends import check_backend
-from ..presses.registry import FULL
+from ..choices import SCORERS
+from ..presses.registry import FULL, Variant
+from ..results.answers import failed, key_of, rescored
 from ..results.folder import SampleLog, note_run
-from ..results.record import Record, provenance
-from ..tasks.base import Task
-from ..tasks.registry import TASKS, get_tasks
+from ..results.record import Record
 from .engine_local import LocalEngine
 from .engine_ray import RayEngine
-from .identity import Identifier, RunIdentity, model_name
-from .runner import Engine, Grid, Outcome, run_grids
+from .grid import Grid, Unit, load_samples, make_units
 
 
 @dataclass(frozen=True)
-class ModelOptions:
+class Outcome:
     """
-    A model and how it is used.
+    What a run has done.
 
-    Parameters
-    ----------
-    model : str, optional
-        Folder or hub name; the packaged SmolLM2 by default.
-    dtype : str
-        ``"auto"``: bfloat16 on a GPU, else float32.
-    device : str
-        ``"auto"``: a GPU if there is one.
-    attention : str
-        transformers' implementation.
-    threads, window : int, optional
-        CPU threads; tokens that the model can take, if not what its configuration says.
-    head_scores : str, optional
-        File of head scores.
-    backend, budget, scorer : str
-        See :class:`kvzip_press.eval.run.identity.RunIdentity`.
+    It holds all records of the grid; how many cells were measured now, found finished, and judged anew from saved
+    answers; and the tasks of a family that could not be had, with the reason.
     """
 
-    model: str | None = None
-    dtype: str = "auto"
-    device: str = "auto"
-    attention: str = "sdpa"
-    threads: int | None = None
-    window: int | None = None
-    head_scores: str | None = None
-    backend: str = "auto"
-    budget: str = "equal"
-    scorer: str = "paper"
-
-    def load(self) -> LocalEngine:
-        """
-        Load the model and make an engine of it.
-
-        Raises
-        ------
-        ValueError
-            If there is no such backend, or the model, its device or its head scores can't be had.
-        """
-        check_backend(self.backend)
-        logging.getLogger("kvpress").setLevel(logging.ERROR)
-        transformers_logging.disable_progress_bar()
-        if self.threads is not None:
-            torch.set_num_threads(self.threads)
-        device = self.device
-        if device == "auto":
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-        dtype = self.dtype
-        if dtype == "auto":
-            dtype = "float32" if device == "cpu" else "bfloat16"
-        head_scores = None if self.head_scores is None else HeadScores.load(self.head_scores)
-        model, tokenizer = load_model(
-            self.model, dtype=getattr(torch, dtype), device=device, attn_implementation=self.attention
-        )
-        if head_scores is not None:
-            head_scores.check_model(model)
-        identity = RunIdentity.of(
-            model,
-            model_name(self.model),
-            backend=self.backend,
-            budget=self.budget,
-            scorer=self.scorer,
-            window=self.window,
-        )
-        commit = provenance(model, argparse.Namespace())["commit"]
-        return LocalEngine(model, tokenizer, identity, head_scores=head_scores, commit=commit)
-
-
-def find_tasks(names: Iterable[str]) -> list[tuple[Task, bool]]:
-    """
-    Return tasks by name, and whether each was named itself and not by its family.
-
-    Hyphens and underscores, upper and lower case are alike.
-    """
-    plain = [name if name in TASKS else name.lower().replace("-", "_") for name in names]
-    named = set(plain)
-    return [(task, task.name in named) for task in get_tasks(plain)]
+    records: list[Record]
+    measured: int
+    found: int
+    rescored: int
+    left_out: dict[str, str]
 
 
 class Session:
     """
-    Measures grids into a results folder, and notes where its records come from.
+    An engine and a results folder.
 
     Parameters
     ----------
-    engine : Engine
+    engine : LocalEngine or RayEngine
         Measures.
-    identifier : Identifier
-        Knows the records.
-    provenance : dict
-        Written to the folder.
     folder : Path
-        Of the results.
+        Of the results; made if missing.
+    arguments : dict, optional
+        Of the command, noted in the folder.
     progress : bool
-        Show progress bars.
+        Show progress bars, with the time left.
     """
 
     def __init__(
-        self, engine: Engine, identifier: Identifier, provenance: Record, folder: Path, *, progress: bool = True
+        self,
+        engine: LocalEngine | RayEngine,
+        folder: Path,
+        arguments: dict[str, Any] | None = None,
+        *,
+        progress: bool = True,
     ) -> None:
         self.engine = engine
-        self.identifier = identifier
-        self.provenance = provenance
+        model = engine.identifier.run.model["name"]
+        self.provenance: Record = engine.provenance | {"model": model, "arguments": arguments or {}}
         self.log = SampleLog(folder)
         self.progress = progress
         self._noted: dict[str, int] = {}
-
-    @classmethod
-    def local(
-        cls, options: ModelOptions, folder: Path, arguments: argparse.Namespace, *, progress: bool = True
-    ) -> Session:
-        """Load a model into this process."""
-        engine = options.load()
-        identifier = Identifier(engine.identity, engine.tokenizer, engine.head_scores)
-        origin = provenance(engine.model, arguments) | {"model": engine.identity.model["name"]}
-        return cls(engine, identifier, origin, folder, progress=progress)
-
-    @classmethod
-    def ray(
-        cls,
-        options: ModelOptions,
-        folder: Path,
-        arguments: argparse.Namespace,
-        *,
-        address: str | None = None,
-        workers: int | None = None,
-        progress: bool = True,
-    ) -> Session:
-        """Let the workers of a Ray cluster load the model."""
-        engine = RayEngine(options, address=address, workers=workers)
-        identifier = Identifier(engine.identity, engine.tokenizer, engine.head_scores)
-        origin = engine.provenance | {"model": engine.identity.model["name"], "arguments": vars(arguments)}
-        return cls(engine, identifier, origin, folder, progress=progress)
 
     def __enter__(self) -> Session:
         return self
@@ -169,37 +72,79 @@ class Session:
     def __exit__(self, *error: object) -> None:
         self.engine.close()
 
-    def measure(self, *wanted: tuple[Sequence[tuple[Task, bool]], Grid]) -> Outcome:
-        """Measure what of some grids is not finished; what the sweep saved is noted with each record."""
-        names = dict.fromkeys(name for _, grid in wanted for name in grid.presses if name != FULL)
+    def measure(self, *grids: Grid) -> Outcome:
+        """
+        Measure what of some grids is not finished; what the sweep saved is noted with each record.
+
+        Raises
+        ------
+        ValueError
+            If a press can't run, or there is no context to measure on.
+        """
+        names = dict.fromkeys(name for grid in grids for name in grid.presses if name != FULL)
         self.engine.check(list(names))
-        outcome = run_grids(
-            wanted,
-            self.log,
-            self.identifier,
-            self.engine,
-            planned=self._note_plan,
-            after=self._note_effort,
-            progress=self.progress,
-        )
-        self._note_effort(outcome.left_out)
-        return outcome
+        units, left_out = self._units(grids)
+        identify = self.engine.identifier.identity
+        keys = [{variant: key_of(identify(unit, variant)) for variant in unit.variants} for unit in units]
+        self.provenance["planned cells"] = sum(map(len, keys))
+        self._note()
+        judged = sum(map(self._judge_anew, units, keys))
+        pending = [
+            replace(unit, variants=left)
+            for unit, of_unit in zip(units, keys, strict=True)
+            if (left := tuple(variant for variant, key in of_unit.items() if not self._finished(key)))
+        ]
+        measured = sum(len(unit.variants) for unit in pending)
+        if pending:
+            with tqdm(total=measured, desc="evaluation", unit="cell", smoothing=0, disable=not self.progress) as bar:
+                for record in self.engine.run(pending):
+                    self.log.add(record)
+                    self._note()
+                    bar.set_postfix_str("{task} {press} {ratio:g}".format(**record), refresh=False)
+                    bar.update()
+        self._note(left_out)
+        finished = (self.log.records.get(key) for of_unit in keys for key in of_unit.values())
+        records = [record for record in finished if record is not None]
+        return Outcome(records, measured, len(records) - measured - judged, judged, left_out)
 
-    def _note_plan(self, cells: int) -> None:
-        self.provenance["planned cells"] = cells
-        self._note_effort()
+    def _units(self, grids: Sequence[Grid]) -> tuple[list[Unit], dict[str, str]]:
+        """Return the units of all grids, and the tasks that could not be had, with the reason."""
+        units: list[Unit] = []
+        left_out: dict[str, str] = {}
+        found_samples = False
+        for grid in grids:
+            samples, missing = load_samples(grid, self.engine.tokenizer, progress=self.progress)
+            units += make_units(samples, grid)
+            left_out |= missing
+            found_samples |= bool(samples)
+        if not found_samples:
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in left_out.items())
+            raise ValueError(f"no contexts to measure on: {reasons or 'no tasks were named'}")
+        if not units:
+            shards = ", ".join("{}/{}".format(*grid.shard) for grid in grids)
+            raise ValueError(f"the shard {shards} holds no contexts: there are fewer contexts than shards")
+        return units, left_out
 
-    def _note_effort(self, left_out: dict[str, str] | None = None) -> None:
-        now = self.engine.effort.as_dict()
-        done = {name: now[name] - self._noted.get(name, 0) for name in now}
-        note_run(self.log.folder, self.provenance, done, left_out)
+    def _finished(self, key: str) -> bool:
+        record = self.log.records.get(key)
+        return record is not None and not failed(record)
+
+    def _judge_anew(self, unit: Unit, keys: dict[Variant, str]) -> int:
+        """Where the answers of a cell were saved under another scorer, judge them instead of asking again."""
+        judged = 0
+        for variant, key in keys.items():
+            if key not in self.log.records:
+                identity = self.engine.identifier.identity(unit, variant)
+                others = (self.log.records.get(key_of(identity, scorer=scorer)) for scorer in SCORERS)
+                saved = next((record for record in others if record is not None and not failed(record)), None)
+                if saved is not None:
+                    self.log.add(rescored(saved, identity["scorer"]))
+                    judged += 1
+        return judged
+
+    def _note(self, left_out: dict[str, str] | None = None) -> None:
+        """Note where the records come from, and what sharing prefills and replays has saved since the last note."""
+        now = asdict(self.engine.effort)
+        since = {name: number - self._noted.get(name, 0) for name, number in now.items()}
+        note_run(self.log.folder, self.provenance, since, left_out)
         self._noted = now
-
-
-def plain_arguments(arguments: argparse.Namespace) -> argparse.Namespace:
-    """Arguments as JSON can hold them."""
-    kept: dict[str, Any] = {}
-    for name, value in vars(arguments).items():
-        if not callable(value):
-            kept[name] = str(value) if isinstance(value, Path) else value
-    return argparse.Namespace(**kept)

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import kvpress
@@ -22,16 +22,13 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from ... import HeadScores, KVzipPress
 from ...compressor import PrefilledContext
 from ...models import evicted_layers, head_dim, language_model, layer_windows, reachable_columns
-from ...prompts import PROMPTS
+from ...prompts import PROMPTS, ReplayPrompts
 from ...selection import HEAD_LEVEL
+from ..choices import BUDGETS
 from ..memory import cache_nbytes
 from ..presses.budget import N_SINK, fit_budget, kept_pairs, masked_indices, set_masked_indices
-from ..presses.registry import PRESSES, check_name, make_press
+from ..presses.registry import PRESSES, Variant, make_press
 from .chat import OpenedContext
-
-# How much presses keep: as many pairs as kvzip-press would, or what they make of the plain fraction themselves
-BUDGETS = ("equal", "plain")
-Variant = tuple[str, float]
 
 
 @dataclass
@@ -54,10 +51,6 @@ class Effort:
             f"one by one it would have been {self.prefills_alone} and {self.replays_alone}"
         )
 
-    def as_dict(self) -> dict[str, int]:
-        """The counts by name."""
-        return asdict(self)
-
 
 class PressFailure(Exception):
     """A press of kvpress can't compress this context, or not be asked of it."""
@@ -72,8 +65,6 @@ class SweptCache:
     ----------
     cache : Cache
         Valid until the next one is asked for.
-    theirs : bool
-        Made by a press of kvpress.
     kept_pairs, total_pairs : int
         Pairs behind the protected first tokens that attention can see, and all of them, in the layers subject to
         eviction. Presses that evict protected tokens have those subtracted.
@@ -82,6 +73,8 @@ class SweptCache:
     seconds : dict
         `prefill`, `score` and `evict`: what this cell would have taken alone. Presses that compress within the prefill
         have all of it there.
+    theirs : bool
+        Made by a press of kvpress.
     """
 
     cache: Cache
@@ -91,11 +84,9 @@ class SweptCache:
     seconds: dict[str, float]
     theirs: bool = False
 
-    @contextmanager
-    def asking(self) -> Iterator[None]:
+    def asking(self) -> AbstractContextManager[None]:
         """Turn errors of a kvpress press that show when its cache is used into :class:`PressFailure`."""
-        with _failing() if self.theirs else nullcontext():
-            yield
+        return _failing() if self.theirs else nullcontext()
 
 
 @contextmanager
@@ -114,16 +105,14 @@ class ContextSweep:
 
     Parameters
     ----------
-    model : PreTrainedModel
-        The model.
-    context : OpenedContext
-        The context.
+    model, context
+        The model, and the :class:`OpenedContext` that it reads.
     effort : Effort
         Counted up.
     budget : str
         ``"equal"``: kvpress's presses keep as many pairs as kvzip-press's; ``"plain"``: what they make of the fraction.
     head_scores, backend
-        See :class:`kvzip_press.eval.presses.registry.PressOptions`.
+        See :func:`kvzip_press.eval.presses.registry.make_press`.
     """
 
     def __init__(
@@ -163,43 +152,38 @@ class ContextSweep:
         """
         Yield each variant with its cache, or with the reason why a press of kvpress could not make it.
 
-        The full cache and kvzip-press's presses come first.
-
-        The copy of a compressed cache is dropped when the next is asked for, the full cache after the last press of
-        kvzip-press.
+        The full cache and kvzip-press's presses come first. The copy of a compressed cache is dropped when the next is
+        asked for, the full cache after the last press of kvzip-press.
         """
-        for name, _ in variants:
-            check_name(name)
-        presses = {variant: make_press(*variant, self.context.chat.tokenizer, **self._options) for variant in variants}
-        ours: dict[tuple, list[Variant]] = {}
-        theirs = []
-        for variant, press in presses.items():
+        ours: dict[tuple, dict[Variant, KVzipPress | None]] = {}
+        theirs = {}
+        for variant in variants:
+            press = make_press(*variant, self.context.chat.tokenizer, **self._options)
             if press is None or isinstance(press, KVzipPress):
-                ours.setdefault(_scoring(press), []).append(variant)
+                ours.setdefault(_scoring(press), {})[variant] = press
             else:
-                theirs.append(variant)
+                theirs[variant] = press
         for scoring, group in ours.items():
-            yield from self._our_caches(scoring, group, presses)
+            yield from self._our_caches(scoring, group)
         if self._full is not None:
             self._full.layers.clear()
             self._full = None
-        for variant in theirs:
-            yield from self._their_cache(variant, presses[variant])
+        for variant, press in theirs.items():
+            yield from self._their_cache(variant, press)
 
     def _our_caches(
-        self, scoring: tuple, group: list[Variant], presses: dict[Variant, kvpress.BasePress | None]
+        self, scoring: tuple, group: dict[Variant, KVzipPress | None]
     ) -> Iterator[tuple[Variant, SweptCache]]:
+        """Score once for presses that have their scoring in common, and evict into a copy for each."""
         full = self.full()
         ids = self.context.ids.to(self.model.device)
         scores, score_seconds = None, 0.0
-        for variant in group:
-            press = presses[variant]
+        for variant, press in group.items():
             self.effort.prefills_alone += 1
             seconds = {"prefill": self._prefill_seconds, "score": 0.0, "evict": 0.0}
             if press is None:
                 yield variant, self._swept(full, seconds, None)
                 continue
-            assert isinstance(press, KVzipPress)
             compressor = self._with_prefix(press).compressor(self.model)
             copied = _shared_copy(full)
             prefilled = PrefilledContext(copied, ids, None, [0], [ids.shape[1]])
@@ -220,22 +204,23 @@ class ContextSweep:
             copied.layers.clear()
 
     def _their_cache(
-        self, variant: Variant, press: kvpress.BasePress | None
+        self, variant: Variant, press: kvpress.BasePress
     ) -> Iterator[tuple[Variant, SweptCache | PressFailure]]:
+        """Prefill under a press of kvpress."""
         config = self._decoder.config
         self.effort.prefills_alone += 1
         if self.budget == "equal":
             heads = config.num_key_value_heads
             fit_budget(press, variant[1], self.context.num_tokens, self._protected, config.num_hidden_layers, heads)
+        # kvpress's pipeline gives its presses a cache without a configuration
+        cache: Cache = DynamicCache()
         with eager_attention(self.model) if PRESSES[variant[0]].eager else nullcontext():
             start = self._now()
-            # kvpress's pipeline gives its presses a cache without a configuration
-            cache: Cache = DynamicCache()
             try:
                 with _failing():
                     self._prefill(self.model.model, cache, press)
                 seconds = {"prefill": self._now() - start, "score": 0.0, "evict": 0.0}
-                yield variant, replace(self._swept(cache, seconds, press), theirs=True)
+                yield variant, self._swept(cache, seconds, press)
             except PressFailure as failure:
                 yield variant, failure
             finally:
@@ -251,7 +236,7 @@ class ContextSweep:
 
     def _with_prefix(self, press: KVzipPress) -> KVzipPress:
         """Tell the press how long the prefix is: an instruction is no part of the chat template it looks for."""
-        prompts = PROMPTS[press.prompts] if isinstance(press.prompts, str) else press.prompts
+        prompts = _prompts(press)
         if self.context.chat.style == "kvpress" or prompts.prefix_length is not None:
             return press
         return replace(press, prompts=replace(prompts, prefix_length=self.context.prefix_length))
@@ -264,7 +249,8 @@ class ContextSweep:
         protected = heads * sum(max(0, self._protected - (tokens - n)) for n in held)
         seen = total if press is None else kept_pairs(self.model, cache, self._evicted)
         nbytes = cache_nbytes(cache, masked_indices(self.model))
-        return SweptCache(cache, seen - protected, total - protected, nbytes, seconds)
+        theirs = not isinstance(press, KVzipPress | None)
+        return SweptCache(cache, seen - protected, total - protected, nbytes, seconds, theirs)
 
     def _now(self) -> float:
         if self.model.device.type == "cuda":
@@ -276,8 +262,11 @@ def _scoring(press: KVzipPress | None) -> tuple:
     """What presses have in common that share their scores; empty for those that need none."""
     if press is None or press.level == HEAD_LEVEL or press.ratio == 1:
         return ()
-    prompts = PROMPTS[press.prompts] if isinstance(press.prompts, str) else press.prompts
-    return (press.scorer, press.replay, press.chunk_size, press.repeat, prompts, press.n_sink, press.backend)
+    return (press.scorer, press.replay, press.chunk_size, press.repeat, _prompts(press), press.n_sink, press.backend)
+
+
+def _prompts(press: KVzipPress) -> ReplayPrompts:
+    return PROMPTS[press.prompts] if isinstance(press.prompts, str) else press.prompts
 
 
 def _shared_copy(cache: Cache) -> Cache:

@@ -18,7 +18,7 @@ import pytest
 import yaml
 from eval_harness import save_tiny_model
 
-from kvzip_press.eval.command.kvpress_evaluate import check_script, main, register_presses
+from kvzip_press.eval.command.kvpress_evaluate import main, register_presses
 from kvzip_press.eval.command.main import main as kvzip_eval
 from kvzip_press.eval.presses.registry import PRESSES, make_press, press_parameters
 from kvzip_press.eval.results.folder import read_records
@@ -197,10 +197,24 @@ def test_all_of_ours_are_registered_but_heads():
 
 @pytest.mark.parametrize("path", ["missing/evaluate.py", __file__])
 def test_a_wrong_path_is_answered_with_how_to_get_the_script(path, capsys):
-    assert main([path]) == 2
-    assert "pip download --no-binary kvpress --no-deps kvpress==0.5.5" in capsys.readouterr().err
-    with pytest.raises(ValueError, match="is not kvpress's evaluation/evaluate.py"):
-        check_script(path)
+    with pytest.raises(SystemExit, match="2"):
+        main([path])
+    message = capsys.readouterr().err
+    assert "is not kvpress's evaluation/evaluate.py" in message
+    assert "pip download --no-binary kvpress --no-deps kvpress==0.5.5" in message
+
+
+def test_a_script_gets_its_own_options_our_presses_and_the_data(tmp_path, monkeypatch, capsys):
+    (tmp_path / "evaluate_registry.py").write_text("PRESS_REGISTRY, DATASET_REGISTRY = {'knorm': 1}, {'ruler': 'hub'}")
+    (tmp_path / "evaluate.py").write_text(
+        "import sys\nfrom evaluate_registry import *\n"
+        "print(sys.argv[1:], DATASET_REGISTRY['ruler'], {'knorm', 'kvzip_press'} <= set(PRESS_REGISTRY))\n"
+    )
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.delitem(sys.modules, "evaluate_registry", raising=False)
+    main([str(tmp_path / "evaluate.py"), "--press_name", "kvzip_press", "--data_folder=set", "--data_dir", "4096"])
+    assert capsys.readouterr().out == "['--press_name', 'kvzip_press', '--data_dir', '4096'] set True\n"
 
 
 def run_theirs(model_dir, data, output, press, removed):

@@ -3,9 +3,11 @@ from contextlib import nullcontext
 import kvpress
 import pytest
 import torch
+from harness import prefill
 
 from kvzip_press import HeadScores
 from kvzip_press.eval.presses.budget import (
+    N_SINK,
     fit_budget,
     kept_pairs,
     kept_target,
@@ -15,7 +17,6 @@ from kvzip_press.eval.presses.budget import (
     ratio_removing,
 )
 from kvzip_press.eval.presses.registry import PRESSES, check_press, make_press, press_parameters, variants
-from kvzip_press.eval.run.fidelity import prefill
 from kvzip_press.eval.run.sweep import eager_attention
 
 LAYERS, HEADS, LENGTH = 3, 2, 120
@@ -49,8 +50,12 @@ def test_prefix_is_the_template_before_the_text(tiny):
     _, tokenizer = tiny
     assert prefix_length(tokenizer) == protected_length(tokenizer) == len("system: help\nuser: ") + 1
     tokenizer.chat_template = None
-    assert prefix_length(tokenizer) == 0
-    assert protected_length(tokenizer) == 4
+    assert prefix_length(tokenizer) == 1, "the BOS token"
+    assert protected_length(tokenizer) == N_SINK == kvpress.KVzipPress().n_sink
+
+
+def target_of(tokenizer, ratio):
+    return kept_target(LENGTH, protected_length(tokenizer), LAYERS * HEADS, ratio)
 
 
 @pytest.mark.peer
@@ -58,18 +63,13 @@ def test_prefix_is_the_template_before_the_text(tiny):
 @pytest.mark.parametrize("name", BASELINES)
 def test_baselines_keep_as_many_pairs_as_ours(tiny, context, name, ratio):
     model, tokenizer = tiny
-    protected = protected_length(tokenizer)
     press = make_press(name, ratio, tokenizer)
-    fit_budget(press, ratio, LENGTH, protected, LAYERS, HEADS)
+    fit_budget(press, ratio, LENGTH, protected_length(tokenizer), LAYERS, HEADS)
     with eager_attention(model) if PRESSES[name].eager else nullcontext():
         kept = kept_pairs(model, prefill(model, context, press))
-    target = kept_target(LENGTH, protected, LAYERS * HEADS, ratio)
-    if name == "kvpress-kvzip-layerwise":
-        assert abs(kept - target) <= LAYERS / 2
-    elif isinstance(press, kvpress.KVzipPress):
-        assert kept == target
-    else:
-        assert abs(kept - target) <= LAYERS * HEADS / 2
+    budgets = 0 if isinstance(press, kvpress.KVzipPress) else LAYERS * HEADS
+    budgets = LAYERS if name == "kvpress-kvzip-layerwise" else budgets
+    assert abs(kept - target_of(tokenizer, ratio)) <= budgets / 2
 
 
 @pytest.mark.parametrize("ratio", [0.37, 1.0])
@@ -77,9 +77,8 @@ def test_baselines_keep_as_many_pairs_as_ours(tiny, context, name, ratio):
 def test_ours_keep_the_target(tiny, context, name, ratio):
     model, tokenizer = tiny
     kept = kept_pairs(model, prefill(model, context, make_press(name, ratio, tokenizer)))
-    target = kept_target(LENGTH, protected_length(tokenizer), LAYERS * HEADS, ratio)
-    units = {"layer": LAYERS, "uniform": LAYERS * HEADS}.get(name.split("-")[-1], 0)
-    assert abs(kept - target) <= units / 2
+    budgets = {"layer": LAYERS, "uniform": LAYERS * HEADS}.get(name.split("-")[-1], 0)
+    assert abs(kept - target_of(tokenizer, ratio)) <= budgets / 2
 
 
 def test_full_compresses_nothing(tiny, context):
@@ -88,27 +87,28 @@ def test_full_compresses_nothing(tiny, context):
     assert kept_pairs(model, prefill(model, context, None)) == LENGTH * LAYERS * HEADS
 
 
-def test_unknown_names_list_near_ones(tiny):
-    with pytest.raises(ValueError, match="unknown press 'snapkw': did you mean snapkv"):
-        make_press("snapkw", 0.3, tiny[1])
-    with pytest.raises(ValueError, match="kvzip-pair-layer"):
-        make_press("kvzip-pairlayer", 0.3, tiny[1])
-    with pytest.raises(ValueError, match=r"ratio must be in \(0, 1\], got 1.5"):
-        make_press("snapkv", 1.5, tiny[1])
+@pytest.mark.parametrize(
+    ("name", "ratio", "message"),
+    [
+        ("snapkw", 0.3, "unknown press 'snapkw': did you mean snapkv"),
+        ("kvzip-pairlayer", 0.3, "kvzip-pair-layer"),
+        ("snapkv", 1.5, r"ratio must be in \(0, 1\], got 1.5"),
+        ("kvzip-head", 0.5, "give --head-scores FILE"),
+    ],
+)
+def test_what_cant_be_made_is_refused_with_the_remedy(name, ratio, message):
+    with pytest.raises(ValueError, match=message):
+        make_press(name, ratio, None)
 
 
 def test_full_has_no_ratios():
     assert variants(["full", "knorm", "full"], [0.3, 0.5]) == [("full", 1.0), ("knorm", 0.3), ("knorm", 0.5)]
 
 
-def test_whole_heads_need_head_scores(tiny, context):
+def test_whole_heads_keep_the_target(tiny, context):
     model, tokenizer = tiny
-    with pytest.raises(ValueError, match="give --head-scores FILE"):
-        make_press("kvzip-head", 0.5, tokenizer)
     press = make_press("kvzip-head", 0.5, tokenizer, head_scores=HeadScores(torch.rand(LAYERS, HEADS)))
-    protected = protected_length(tokenizer)
-    kept = kept_pairs(model, prefill(model, context, press))
-    assert kept == kept_target(LENGTH, protected, LAYERS * HEADS, 0.5)
+    assert kept_pairs(model, prefill(model, context, press)) == target_of(tokenizer, 0.5)
 
 
 def test_ours_are_offered_at_every_level_and_scorer():
@@ -119,14 +119,6 @@ def test_ours_are_offered_at_every_level_and_scorer():
     assert (press.scorer, press.level, press.ratio) == ("l2", "pair-layer", 0.4)
 
 
-def test_snapkv_has_the_papers_window():
-    for name in ("snapkv", "pyramidkv"):
-        press = make_press(name, 0.3, None)
-        assert (press.window_size, press.kernel_size) == (32, 7)
-    inner = make_press("adakv-snapkv", 0.3, None).press
-    assert (inner.window_size, inner.kernel_size) == (32, 7)
-
-
 def test_parameters_tell_presses_apart_and_not_their_ratios():
     described = {name: press_parameters(make_press(name, 0.3, None)) for name in [*BASELINES, *OURS]}
     for name, parameters in described.items():
@@ -134,7 +126,8 @@ def test_parameters_tell_presses_apart_and_not_their_ratios():
     same = {"kvzip", "kvzip-local-512"}
     different = [described[name] for name in described if name not in same]
     assert all(a != b for i, a in enumerate(different) for b in different[:i])
-    assert described["adakv-snapkv"]["press"]["window_size"] == 32
+    papers = described["snapkv"], described["pyramidkv"], described["adakv-snapkv"]["press"]
+    assert [(press["window_size"], press["kernel_size"]) for press in papers] == [(32, 7)] * 3
     heads = [HeadScores(torch.full((LAYERS, HEADS), value)) for value in (0.1, 0.1, 0.2)]
     one, two, other = (press_parameters(make_press("kvzip-head", 0.5, None, head_scores=scores)) for scores in heads)
     assert one == two != other

@@ -10,8 +10,9 @@ from kvzip_press.eval.command.main import main
 from kvzip_press.eval.results.folder import read_records, read_run
 from kvzip_press.eval.run import engine_ray
 from kvzip_press.eval.run.engine_ray import RETRIES, RayEngine
-from kvzip_press.eval.run.runner import Grid
-from kvzip_press.eval.run.session import ModelOptions, Session
+from kvzip_press.eval.run.grid import Grid
+from kvzip_press.eval.run.model import ModelOptions
+from kvzip_press.eval.run.session import Session
 from kvzip_press.eval.tasks.base import Request
 from kvzip_press.eval.tasks.registry import TASKS
 
@@ -28,6 +29,10 @@ class ManyContexts(ToyTask):
     def _sample(self, index, seed):
         sample = super()._sample(index, seed)
         return type(sample)(f"{seed}-{index}", sample.context, sample.questions)
+
+
+def toy_grid(*presses):
+    return Grid([(ToyTask(), True)], presses, (0.3,))
 
 
 @pytest.fixture(scope="module")
@@ -55,29 +60,28 @@ def options(model_dir):
 
 @pytest.fixture
 def session(ray, options, tmp_path):
-    with Session.ray(options, tmp_path / "ray", Namespace(tasks=["toy"]), workers=2, progress=False) as session:
+    with Session(RayEngine(options, workers=2), tmp_path / "ray", {"tasks": ["toy"]}, progress=False) as session:
         yield session
 
 
 def test_results_equal_those_of_the_local_engine_though_a_worker_is_killed(ray, session, options, tmp_path):
-    grid = Grid(("full", "kvzip", "knorm"), (0.3, 0.6))
+    grid = Grid([(ManyContexts(), True)], ("full", "kvzip", "knorm"), (0.3, 0.6))
     pids = [ray.get(actor.__ray_call__.remote(lambda self: os.getpid())) for actor in session.engine._actors]
     assert len(set(pids)) == 2
     add = session.log.add
 
     def kill_one(record):
         add(record)
-        if len(session.log) == 5:
+        if len(session.log.records) == 5:
             os.kill(pids[0], signal.SIGKILL)
 
     session.log.add = kill_one
-    outcome = session.measure(([(ManyContexts(), True)], grid))
+    outcome = session.measure(grid)
     assert (outcome.measured, outcome.found) == (60, 0)
     after = [ray.get(actor.__ray_call__.remote(lambda self: os.getpid())) for actor in session.engine._actors]
     assert pids[0] not in after and pids[1] in after and len(after) == 2
 
-    with Session.local(options, tmp_path / "local", Namespace(), progress=False) as local:
-        local.measure(([(ManyContexts(), True)], grid))
+    Session(options.load(), tmp_path / "local", progress=False).measure(grid)
     found, expected = ({r["key"]: r for r in read_records(tmp_path / name)} for name in ("ray", "local"))
     assert found.keys() == expected.keys()
     for key, record in found.items():
@@ -91,7 +95,7 @@ def test_results_equal_those_of_the_local_engine_though_a_worker_is_killed(ray, 
 
 def test_presses_that_cant_run_are_refused_before_any_work(session):
     with pytest.raises(ValueError, match="press duo-attention: duo-attention has no pattern"):
-        session.measure(([(ToyTask(), True)], Grid(("full", "duo-attention"), (0.3,))))
+        session.measure(toy_grid("full", "duo-attention"))
     assert session.engine.effort.prefills == 0
 
 
@@ -119,10 +123,10 @@ def test_a_unit_that_always_loses_its_worker_ends_the_run(ray, session):
 
 
 def test_workers_that_the_cluster_has_no_room_for_are_given_no_unit(ray, options, tmp_path, caplog):
-    with Session.ray(options, tmp_path, Namespace(), workers=3, progress=False) as session:
+    with Session(RayEngine(options, workers=3), tmp_path, progress=False) as session:
         ray.wait(list(session.engine._starting), num_returns=1)
         for press in ("full", "kvzip"):
-            assert session.measure(([(ToyTask(), True)], Grid((press,), (0.3,)))).measured == 3
+            assert session.measure(toy_grid(press)).measured == 3
             assert [record.getMessage().split(" are up")[0] for record in caplog.records] == ["2 of 3 Ray workers"]
 
 
@@ -130,19 +134,19 @@ def test_a_worker_that_comes_up_late_takes_part(ray, options, tmp_path, monkeypa
     monkeypatch.setattr(engine_ray, "PATIENCE", 0)
     blocker = ray.remote(num_cpus=1)(Namespace).remote()
     ray.get(blocker.__ray_ready__.remote())
-    with Session.ray(options, tmp_path, Namespace(), workers=2, progress=False) as session:
+    with Session(RayEngine(options, workers=2), tmp_path, progress=False) as session:
         assert [record.getMessage().split(" are up")[0] for record in caplog.records] == ["0 of 2 Ray workers"]
         add = session.log.add
 
         def make_room(record):
-            if len(session.log) == 0:
+            if len(session.log.records) == 0:
                 assert len(session.engine._up()) == 1
                 ray.kill(blocker)
                 ray.wait(list(session.engine._starting))
             add(record)
 
         session.log.add = make_room
-        assert session.measure(([(ToyTask(), True)], Grid(("full",), (0.3,)))).measured == 3
+        assert session.measure(toy_grid("full")).measured == 3
         assert len(session.engine._up()) == 2
     assert len(caplog.records) == 1
 
@@ -176,7 +180,7 @@ def test_a_worker_lost_while_it_loads_is_replaced(ray, options, tmp_path):
             return options.load()
 
     engine = RayEngine(DeadlyOnce(), workers=1)
-    assert engine.identity.model["name"] == NAME
+    assert engine.identifier.run.model["name"] == NAME
     engine.close()
 
 
@@ -199,11 +203,8 @@ def test_without_ray_it_says_what_to_install(monkeypatch):
 
 
 def test_what_the_local_engine_has_finished_is_not_measured_again(session, options, tmp_path):
-    wanted = [(ToyTask(), True)], Grid(("full",), (0.3,))
-    with Session.local(options, tmp_path / "local", Namespace(), progress=False) as local:
-        local.measure(wanted)
-    again = Session(session.engine, session.identifier, {}, tmp_path / "local", progress=False)
-    outcome = again.measure(wanted)
+    Session(options.load(), tmp_path / "local", progress=False).measure(toy_grid("full"))
+    outcome = Session(session.engine, tmp_path / "local", progress=False).measure(toy_grid("full"))
     assert (outcome.measured, outcome.found) == (0, 3)
 
 

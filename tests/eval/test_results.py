@@ -25,9 +25,10 @@ def test_records_are_found_again(tmp_path):
     log.add({"key": "a", "score": 1.0})
     log.add({"key": "b", "text": "line\nbreak \u2028 ü"})
     again = SampleLog(tmp_path / "new")
-    assert len(again) == 2 and "a" in again and "c" not in again
-    assert again.get("b") == {"key": "b", "text": "line\nbreak \u2028 ü"}
-    assert again.records() == log.records() == read_records(tmp_path / "new")
+    assert list(again.records) == ["a", "b"]
+    assert again.records["b"] == {"key": "b", "text": "line\nbreak \u2028 ü"}
+    assert again.records == log.records
+    assert list(log.records.values()) == read_records(tmp_path / "new")
 
 
 def test_the_last_record_of_a_key_counts_and_earlier_ones_stay_in_the_file(tmp_path):
@@ -38,23 +39,16 @@ def test_the_last_record_of_a_key_counts_and_earlier_ones_stay_in_the_file(tmp_p
     assert len((tmp_path / "samples.jsonl").read_text().splitlines()) == 2
 
 
+@pytest.mark.parametrize("before", [[], [{"key": "a"}]])
 @pytest.mark.parametrize("torn", [b'{"key": "b", "sco', b'{"key": "b"}', b"\xc3", b"{"])
-def test_a_torn_last_line_is_left_out_and_written_over(tmp_path, torn):
-    SampleLog(tmp_path).add({"key": "a"})
+def test_a_torn_last_line_is_left_out_and_written_over(tmp_path, torn, before):
+    for record in before:
+        SampleLog(tmp_path).add(record)
     with (tmp_path / "samples.jsonl").open("ab") as file:
         file.write(torn)
-    assert [record["key"] for record in read_records(tmp_path)] == ["a"]
-    log = SampleLog(tmp_path)
-    log.add({"key": "b", "score": 1})
-    assert read_records(tmp_path) == [{"key": "a"}, {"key": "b", "score": 1}]
-
-
-def test_a_file_that_is_one_torn_line_is_started_anew(tmp_path):
-    (tmp_path / "samples.jsonl").write_bytes(b'{"key": ')
-    log = SampleLog(tmp_path)
-    assert len(log) == 0
-    log.add({"key": "a"})
-    assert (tmp_path / "samples.jsonl").read_text() == '{"key": "a"}\n'
+    assert read_records(tmp_path) == before
+    SampleLog(tmp_path).add({"key": "b", "score": 1})
+    assert read_records(tmp_path) == [*before, {"key": "b", "score": 1}]
 
 
 def test_damage_elsewhere_is_named(tmp_path):
@@ -65,51 +59,40 @@ def test_damage_elsewhere_is_named(tmp_path):
         read_records(tmp_path / "elsewhere")
 
 
-def start_writer(folder, name):
-    command = [sys.executable, "-c", WRITER, str(folder), name]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-
-
-def test_nothing_that_was_added_is_lost_when_the_process_is_killed(tmp_path):
-    writer = start_writer(tmp_path, "a")
-    try:
-        for line in writer.stdout:
-            if int(line) >= 20:
-                break
-    finally:
-        os.kill(writer.pid, signal.SIGKILL)
-        said = [int(line) for line in writer.stdout.read().splitlines()]
-        writer.wait()
-    added = max([20, *said])
-    log = SampleLog(tmp_path)
-    assert added <= len(log) <= added + 1
-    assert [record["key"] for record in log.records()][:added] == [f"a-{i}" for i in range(added)]
-    log.add({"key": "after"})
-    assert len(SampleLog(tmp_path)) == len(log)
-
-
-def test_two_processes_write_to_one_folder(tmp_path):
-    writers = [start_writer(tmp_path, name) for name in "ab"]
+def kill_writers(folder, names):
+    """Let processes write a record each for every number from 0, kill them after 20, and return how many each told."""
+    command = [sys.executable, "-c", WRITER, str(folder)]
+    writers = [subprocess.Popen([*command, name], stdout=subprocess.PIPE, text=True) for name in names]
     try:
         for writer in writers:
-            for line in writer.stdout:
-                if int(line) >= 15:
-                    break
+            next(line for line in writer.stdout if int(line) >= 20)
     finally:
         for writer in writers:
             os.kill(writer.pid, signal.SIGKILL)
-            writer.stdout.close()
-            writer.wait()
+    return [max([20, *map(int, writer.communicate()[0].split())]) for writer in writers]
+
+
+def test_nothing_that_was_added_is_lost_when_the_process_is_killed(tmp_path):
+    (added,) = kill_writers(tmp_path, "a")
+    log = SampleLog(tmp_path)
+    assert added <= len(log.records) <= added + 1
+    assert list(log.records)[:added] == [f"a-{i}" for i in range(added)]
+    log.add({"key": "after"})
+    assert SampleLog(tmp_path).records == log.records
+
+
+def test_two_processes_write_to_one_folder(tmp_path):
+    added = kill_writers(tmp_path, "ab")
     keys = {record["key"] for record in read_records(tmp_path)}
-    assert {f"{name}-{i}" for name in "ab" for i in range(15)} <= keys
+    assert {f"{name}-{i}" for name, number in zip("ab", added, strict=True) for i in range(number)} <= keys
     SampleLog(tmp_path).add({"key": "after"})  # no lock is left behind
 
 
 def test_records_are_replaced_all_at_once(tmp_path):
     log = SampleLog(tmp_path)
     log.add({"key": "a", "score": 0})
-    log.replace_all({**record, "score": 1} for record in log.records())
-    assert read_records(tmp_path) == log.records() == [{"key": "a", "score": 1}]
+    log.replace_all({**record, "score": 1} for record in list(log.records.values()))
+    assert read_records(tmp_path) == list(log.records.values()) == [{"key": "a", "score": 1}]
     assert sorted(path.name for path in tmp_path.iterdir() if path.name != ".lock") == ["samples.jsonl"]
 
 

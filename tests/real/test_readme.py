@@ -14,7 +14,7 @@ from kvzip_press.eval.command.main import COMMANDS
 from kvzip_press.eval.command.main import main as eval_main
 from kvzip_press.eval.command.parser import build_parser
 from kvzip_press.eval.presses.registry import check_name
-from kvzip_press.eval.run.session import find_tasks
+from kvzip_press.eval.run.grid import find_tasks
 
 ROOT = Path(__file__).parents[2]
 

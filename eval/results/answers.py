@@ -1,11 +1,11 @@
-"""Records of answers: what is kept of them, and how saved ones are judged anew."""
+"""What is kept of answers, which records belong together, and how saved answers are judged anew."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from ..metrics.registry import Score, metric_of
-from ..run.identity import key_of
 from ..tasks.base import Question
 from ..tasks.fidelity import METRIC as FIDELITY
 from .folder import sha256
@@ -15,6 +15,11 @@ EXCERPT = 400
 PRESS_FAILED = "the press failed"
 REQUIRED = ("model", "task", "sample", "press", "ratio", "protocol", "questions", "score")
 OF_A_SAMPLE = ("sample", "context_sha256", "questions_sha256")
+
+
+def key_of(identity: Record, **exchanged: Any) -> str:
+    """Key of a record: the hash of all that decides its answers, with some of that exchanged if given."""
+    return sha256({**identity, **exchanged})
 
 
 def excerpt(context: str) -> str:
@@ -37,9 +42,9 @@ def question_record(question: Question, prediction: str, score: Score, measured:
     }
 
 
-def mean_score(questions: list[Record]) -> float:
-    """Score of a context: the mean over its questions."""
-    return sum(question["score"] for question in questions) / len(questions)
+def mean_score(questions: list[Record]) -> float | None:
+    """Score of a context: the mean over its questions, if any was asked."""
+    return sum(question["score"] for question in questions) / len(questions) if questions else None
 
 
 def check_whole(record: Record) -> None:
@@ -77,27 +82,14 @@ def _cell(record: Record) -> str:
 def rescored(record: Record, scorer: str) -> Record:
     """Judge the saved answers of a record anew; measurements that are no judgement stay."""
     check_whole(record)
-    questions = []
-    for saved in record["questions"]:
-        if saved["metric"] == FIDELITY:
-            questions.append(saved)
-            continue
-        question = Question(
-            saved["text"],
-            tuple(saved["answers"]),
-            saved["metric"],
-            saved["max_new_tokens"],
-            saved["answer_prefix"],
-            saved["details"],
-        )
-        score = metric_of(saved["metric"], scorer)(saved["prediction"], question)
-        questions.append({**saved, "score": score.value, "filtered": score.filtered})
+    questions = [saved if saved["metric"] == FIDELITY else _judged(saved, scorer) for saved in record["questions"]]
     identity = {**record["identity"], "scorer": scorer}
-    return {
-        **record,
-        "key": key_of(identity),
-        "identity": identity,
-        "scorer": scorer,
-        "questions": questions,
-        "score": mean_score(questions) if questions else None,
-    }
+    changes = {"key": key_of(identity), "identity": identity, "scorer": scorer}
+    return {**record, **changes, "questions": questions, "score": mean_score(questions)}
+
+
+def _judged(saved: Record, scorer: str) -> Record:
+    more = (saved[name] for name in ("metric", "max_new_tokens", "answer_prefix", "details"))
+    question = Question(saved["text"], tuple(saved["answers"]), *more)
+    score = metric_of(saved["metric"], scorer)(saved["prediction"], question)
+    return {**saved, "score": score.value, "filtered": score.filtered}
