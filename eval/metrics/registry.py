@@ -23,18 +23,11 @@ __all__ = ["METRICS", "SCORERS", "Metric", "Score", "includes", "metric_of", "no
 
 @dataclass(frozen=True)
 class Metric:
-    """
-    A way to judge an answer.
+    """A way to judge an answer."""
 
-    Parameters
-    ----------
-    judge : callable
-        Given the prediction and the question, the score. Never called with an empty prediction.
-    form : callable, optional
-        The form in which a reference is compared; it must not be empty. None for metrics without references.
-    """
-
+    # given the prediction and the question, the score. Never called with an empty prediction.
     judge: Callable[[str, Question], Score]
+    # the form in which a reference is compared; it must not be empty. None for metrics without references.
     form: Callable[[str], str] | None
 
     def check(self, question: Question) -> None:

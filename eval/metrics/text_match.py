@@ -25,19 +25,10 @@ REFUSAL = re.compile(
 
 @dataclass(frozen=True)
 class Score:
-    """
-    What an answer is worth.
+    """What an answer is worth."""
 
-    Parameters
-    ----------
-    value : float
-        From 0 to 1.
-    filtered : str
-        The part of the answer, or the form of it, that was judged.
-    """
-
-    value: float
-    filtered: str
+    value: float  # from 0 to 1
+    filtered: str  # the part of the answer, or the form of it, that was judged
 
 
 def include(prediction: str, question: Question) -> Score:

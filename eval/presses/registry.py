@@ -26,22 +26,12 @@ _NOT_DESCRIBED = {"compression_ratio", "ratio", "budget", "tokenizer", "progress
 
 @dataclass(frozen=True)
 class PressKind:
-    """
-    A press under a name.
+    """A press under a name."""
 
-    Parameters
-    ----------
-    make : callable
-        Given the kept fraction and the options of :func:`make_press`, the press; None compresses nothing.
-    about : str
-        What it is, in a line.
-    eager : bool
-        Whether it needs attention weights, and so eager attention.
-    """
-
+    # given the kept fraction and the options of :func:`make_press`, the press; None compresses nothing
     make: Callable[..., kvpress.BasePress | None]
-    about: str
-    eager: bool = False
+    about: str  # what it is, in a line
+    eager: bool = False  # whether it needs attention weights, and so eager attention
 
 
 def _theirs(press_class: type, about: str, *, eager: bool = False, **parameters: Any) -> PressKind:

@@ -10,21 +10,11 @@ MISSING = "–"
 
 @dataclass(frozen=True)
 class Table:
-    """
-    Texts in rows and columns.
+    """Texts in rows and columns."""
 
-    Parameters
-    ----------
-    columns : tuple[str, ...]
-        Their names; the first `labels` of them hold words, the others figures.
-    rows : Sequence[tuple[str, ...]]
-        A text for each column.
-    section, title, note : str
-        Heading of several tables, of this one, and what is said above the rows.
-    """
-
-    columns: tuple[str, ...]
-    rows: Sequence[tuple[str, ...]]
+    columns: tuple[str, ...]  # their names; the first `labels` of them hold words, the others figures
+    rows: Sequence[tuple[str, ...]]  # a text for each column
+    # section, title, note: heading of several tables, of this one, and what is said above the rows
     section: str = ""
     title: str = ""
     note: str = ""

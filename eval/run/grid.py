@@ -18,43 +18,22 @@ from ..tasks.registry import TASKS, get_tasks
 
 @dataclass(frozen=True)
 class Grid:
-    """
-    What is to be measured.
+    """What is to be measured."""
 
-    Parameters
-    ----------
-    tasks : sequence of tuple
-        Tasks, and whether each was asked for by its own name rather than by its family's, see :func:`find_tasks`.
-    presses : sequence of str
-        Names in :data:`kvzip_press.eval.presses.registry.PRESSES`.
-    ratios : sequence of float
-        Kept fractions; the full cache is measured once.
-    protocols : sequence of str
-        See :class:`Unit`.
-    prompt : str
-        See :class:`kvzip_press.eval.run.chat.Chat`.
-    source, corpus, limit, seed
-        See :class:`kvzip_press.eval.tasks.base.Request`.
-    lengths : sequence of int or None
-        Context lengths; None is the task's own.
-    max_new_tokens : int, optional
-        Answers are cut there, if the task would let them be longer.
-    shard : tuple[int, int]
-        Part and number of parts: of the samples, each n-th.
-    """
-
+    # tasks, and whether each was asked for by its own name rather than by its family's, see :func:`find_tasks`
     tasks: Sequence[tuple[Task, bool]]
-    presses: Sequence[str]
-    ratios: Sequence[float]
-    protocols: Sequence[str] = ("agnostic",)
-    prompt: str = "paper"
+    presses: Sequence[str]  # names in :data:`kvzip_press.eval.presses.registry.PRESSES`
+    ratios: Sequence[float]  # kept fractions; the full cache is measured once
+    protocols: Sequence[str] = ("agnostic",)  # see :class:`Unit`
+    prompt: str = "paper"  # see :class:`kvzip_press.eval.run.chat.Chat`
+    # source, corpus, limit, seed: see :class:`kvzip_press.eval.tasks.base.Request`
     source: str = GENERATED
     corpus: str | None = None
-    lengths: Sequence[int | None] = (None,)
+    lengths: Sequence[int | None] = (None,)  # context lengths; None is the task's own
     limit: int | None = None
     seed: int = 42
-    max_new_tokens: int | None = None
-    shard: tuple[int, int] = (1, 1)
+    max_new_tokens: int | None = None  # answers are cut there, if the task would let them be longer
+    shard: tuple[int, int] = (1, 1)  # part and number of parts: of the samples, each n-th
 
     def __post_init__(self) -> None:
         for name in self.presses:
@@ -78,38 +57,24 @@ class Grid:
 
 @dataclass(frozen=True)
 class Unit:
-    """
-    One sample in one protocol, and the presses and ratios to measure on it: what prefills can be shared by.
+    """One sample in one protocol, and the presses and ratios to measure on it: what prefills can be shared by."""
 
-    Parameters
-    ----------
-    task, family, task_version, imitation, instruction
-        Of the task; the metrics' names are in the questions.
-    source, length, seed
-        Of the request.
-    sample : Sample
-        Context and questions.
-    protocol : str
-        ``"agnostic"``: no question is seen by the press. ``"aware"``: each question is part of what is compressed.
-        ``"reuse"``: the first question is, and the others are asked of that cache (paper, figure 2).
-    prompt : str
-        See :class:`kvzip_press.eval.run.chat.Chat`.
-    variants : tuple
-        Presses with their ratios.
-    """
-
+    # task, family, task_version, imitation, instruction: of the task; the metrics' names are in the questions
     task: str
     family: str
     task_version: int
     imitation: bool
     instruction: str
+    # source, length, seed: of the request
     source: str
     length: int | None
     seed: int
-    sample: Sample
+    sample: Sample  # context and questions
+    # ``"agnostic"``: no question is seen by the press. ``"aware"``: each question is part of what is compressed.
+    # ``"reuse"``: the first question is, and the others are asked of that cache (paper, figure 2).
     protocol: str
-    prompt: str
-    variants: tuple[Variant, ...]
+    prompt: str  # see :class:`kvzip_press.eval.run.chat.Chat`
+    variants: tuple[Variant, ...]  # presses with their ratios
 
 
 def find_tasks(names: Iterable[str]) -> list[tuple[Task, bool]]:

@@ -57,25 +57,18 @@ def _plain(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class RunIdentity:
-    """
-    What the cells of a run have in common: this package, the model, see :func:`model_identity`, and how it is used.
-
-    Parameters
-    ----------
-    backend, budget, scorer : str
-        See :class:`kvzip_press.eval.run.sweep.ContextSweep` and :func:`kvzip_press.eval.metrics.registry.metric_of`.
-    window : int, optional
-        Tokens that the model can take, if not what its configuration says.
-    """
+    """What the cells of a run have in common: this package, the model (see :func:`model_identity`), how it is used."""
 
     model: dict[str, Any]
     dtype: str
     attention: str
     device: str
+    # backend, budget, scorer: see :class:`kvzip_press.eval.run.sweep.ContextSweep` and
+    # :func:`kvzip_press.eval.metrics.registry.metric_of`
     backend: str
     budget: str
     scorer: str
-    window: int | None = None
+    window: int | None = None  # tokens that the model can take, if not what its configuration says
     version: str = __version__
 
     @classmethod

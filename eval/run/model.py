@@ -16,32 +16,17 @@ from .identity import RunIdentity, model_name
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """
-    A model and how it is used.
+    """A model and how it is used."""
 
-    Parameters
-    ----------
-    model : str, optional
-        Folder or hub name; the packaged SmolLM2 by default.
-    dtype, device : str
-        ``"auto"``: bfloat16 on a GPU if there is one, else float32 on the CPU.
-    attention : str
-        transformers' implementation.
-    threads : int, optional
-        Of the CPU.
-    head_scores : str, optional
-        File of head scores.
-    window, backend, budget, scorer
-        See :class:`kvzip_press.eval.run.identity.RunIdentity`.
-    """
-
-    model: str | None = None
+    model: str | None = None  # folder or hub name; the packaged SmolLM2 by default
+    # dtype, device: ``"auto"``: bfloat16 on a GPU if there is one, else float32 on the CPU
     dtype: str = "auto"
     device: str = "auto"
-    attention: str = "sdpa"
-    threads: int | None = None
+    attention: str = "sdpa"  # transformers' implementation
+    threads: int | None = None  # of the CPU
+    # window, backend, budget, scorer: see :class:`kvzip_press.eval.run.identity.RunIdentity`
     window: int | None = None
-    head_scores: str | None = None
+    head_scores: str | None = None  # file of head scores
     backend: str = "auto"
     budget: str = "equal"
     scorer: str = "paper"

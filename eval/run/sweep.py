@@ -58,31 +58,18 @@ class PressFailure(Exception):
 
 @dataclass(frozen=True)
 class SweptCache:
-    """
-    The cache of one context under one press at one ratio.
+    """The cache of one context under one press at one ratio."""
 
-    Parameters
-    ----------
-    cache : Cache
-        Valid until the next one is asked for.
-    kept_pairs, total_pairs : int
-        Pairs behind the protected first tokens that attention can see, and all of them, in the layers subject to
-        eviction. Presses that evict protected tokens have those subtracted.
-    nbytes : int
-        Of the storages held.
-    seconds : dict
-        `prefill`, `score` and `evict`: what this cell would have taken alone. Presses that compress within the prefill
-        have all of it there.
-    theirs : bool
-        Made by a press of kvpress.
-    """
-
-    cache: Cache
+    cache: Cache  # valid until the next one is asked for
+    # kept_pairs, total_pairs: pairs behind the protected first tokens that attention can see, and all of them, in the
+    # layers subject to eviction. Presses that evict protected tokens have those subtracted.
     kept_pairs: int
     total_pairs: int
-    nbytes: int
+    nbytes: int  # of the storages held
+    # `prefill`, `score` and `evict`: what this cell would have taken alone. Presses that compress within the prefill
+    # have all of it there.
     seconds: dict[str, float]
-    theirs: bool = False
+    theirs: bool = False  # made by a press of kvpress
 
     def asking(self) -> AbstractContextManager[None]:
         """Turn errors of a kvpress press that show when its cache is used into :class:`PressFailure`."""

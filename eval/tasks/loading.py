@@ -17,25 +17,15 @@ READERS = {".parquet": "parquet", ".jsonl": "json"}
 
 @dataclass(frozen=True)
 class Published:
-    """
-    Where data are published, and what they must hold.
+    """Where data are published, and what they must hold."""
 
-    Parameters
-    ----------
-    path, split : str
-        As in `datasets.load_dataset`.
-    columns : tuple[str, ...]
-        Needed columns.
-    files : tuple[str, ...]
-        Where the data are in a folder on this machine: patterns without suffix, tried in this order.
-    name, data_dir, data_files : str, optional
-        As in `datasets.load_dataset`.
-    """
-
+    # path, split: as in `datasets.load_dataset`
     path: str
     split: str
-    columns: tuple[str, ...]
+    columns: tuple[str, ...]  # needed columns
+    # where the data are in a folder on this machine: patterns without suffix, tried in this order
     files: tuple[str, ...] = ("*",)
+    # name, data_dir, data_files: as in `datasets.load_dataset`
     name: str | None = None
     data_dir: str | None = None
     data_files: str | None = None

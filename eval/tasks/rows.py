@@ -14,20 +14,11 @@ class Row:
     A row of published data.
 
     A column may be a path into it, such as ``"answers.text"``.
-
-    Parameters
-    ----------
-    task_name : str
-        Named in errors.
-    index : int
-        Its place in the data, from 0; named in errors.
-    values : Mapping[str, Any]
-        By column.
     """
 
-    task_name: str
-    index: int
-    values: Mapping[str, Any]
+    task_name: str  # named in errors
+    index: int  # its place in the data, from 0; named in errors
+    values: Mapping[str, Any]  # by column
 
     def get(self, column: str) -> Any:
         """Return whatever is there, or None."""
@@ -82,19 +73,10 @@ class Row:
 
 @dataclass(frozen=True)
 class Rows:
-    """
-    Published data.
+    """Published data."""
 
-    Parameters
-    ----------
-    task_name : str
-        Named in errors.
-    data : datasets.Dataset
-        What is published.
-    """
-
-    task_name: str
-    data: Any
+    task_name: str  # named in errors
+    data: Any  # what is published
 
     def column(self, name: str) -> list[Any]:
         """Return the values of one column, unchecked, without reading the others."""

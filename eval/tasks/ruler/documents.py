@@ -18,25 +18,12 @@ from .templates import DOCUMENT, QA
 
 @dataclass(frozen=True)
 class Asked:
-    """
-    A question about documents.
+    """A question about documents."""
 
-    Parameters
-    ----------
-    text : str
-        The question.
-    answers : tuple[str, ...]
-        Any of them is right.
-    documents : tuple[str, ...]
-        Those that must be there.
-    related : tuple[str, ...]
-        Those that are added first.
-    """
-
-    text: str
-    answers: tuple[str, ...]
-    documents: tuple[str, ...]
-    related: tuple[str, ...] = ()
+    text: str  # the question
+    answers: tuple[str, ...]  # any of them is right
+    documents: tuple[str, ...]  # those that must be there
+    related: tuple[str, ...] = ()  # those that are added first
 
 
 @dataclass(frozen=True)
@@ -182,19 +169,7 @@ def _are_sentences(value: Any) -> bool:
 
 
 def make_qa(rng: random.Random, size: int, asked: Asked, documents: list[str]) -> tuple[str, tuple[Question, ...]]:
-    """Draw a context and its question.
-
-    Parameters
-    ----------
-    rng : random.Random
-        The only source of chance.
-    size : int
-        Number of documents, at least those that must be there.
-    asked : Asked
-        The question.
-    documents : list of str
-        All documents, to draw from.
-    """
+    """Draw a context of `size` documents, first those that must be there, and its question."""
     chosen = list(asked.documents)
     missing = size - len(chosen)
     if missing <= len(asked.related):

@@ -25,22 +25,13 @@ DRAW = {
 
 @dataclass(frozen=True)
 class Needles:
-    """
-    A kind of haystack and of needles.
+    """A kind of haystack and of needles."""
 
-    Parameters
-    ----------
-    haystack : str
-        ``"noise"``, ``"essay"`` or ``"needle"``.
-    keys, values : str
-        Names in `DRAW`.
-    num_keys, num_values, num_queries : int
-        Hidden keys, values of each, and keys asked for.
-    """
-
-    haystack: str
+    haystack: str  # ``"noise"``, ``"essay"`` or ``"needle"``
+    # keys, values: names in `DRAW`
     keys: str = "words"
     values: str = "numbers"
+    # num_keys, num_values, num_queries: hidden keys, values of each, and keys asked for
     num_keys: int = 1
     num_values: int = 1
     num_queries: int = 1
@@ -51,17 +42,7 @@ class Needles:
         return 1 if self.haystack == ESSAY else self.num_keys * self.num_values
 
     def make(self, rng: random.Random, size: int, corpus: str | None = None) -> tuple[str, tuple[Question, ...]]:
-        """Draw a context and its question.
-
-        Parameters
-        ----------
-        rng : random.Random
-            The only source of chance.
-        size : int
-            Words of essays, repetitions of the noise, or needles that aren't asked for.
-        corpus : str, optional
-            What stands for the essays.
-        """
+        """Draw a context and its question; `size` counts words of essays, repetitions of noise, or further needles."""
         taken: set[str] = set()
         keys = draw_distinct(lambda: DRAW[self.keys](rng), self.num_keys, taken)
         values = [draw_distinct(lambda: DRAW[self.values](rng), self.num_values, taken) for _ in keys]

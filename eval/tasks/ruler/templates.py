@@ -18,31 +18,15 @@ DOCUMENT = "Document {number}:\n{document}"
 
 @dataclass(frozen=True)
 class Template:
-    """
-    Wording of a kind of task.
+    """Wording of a kind of task."""
 
-    Parameters
-    ----------
-    text : str
-        The prompt, with a field `context` and others.
-    answer_prefix : str
-        The beginning of the answer.
-    question_pattern : str
-        Its last match in the prompt is where the question begins; an example with a question stays in the context.
-    answer_pattern : str
-        Its first match in the question is where the beginning of the answer begins.
-    max_new_tokens : int
-        Longest answer.
-    metric : str
-        A name in `kvzip_press.eval.metrics.registry.METRICS`.
-    """
-
-    text: str
-    answer_prefix: str
+    text: str  # the prompt, with a field `context` and others
+    answer_prefix: str  # the beginning of the answer
+    # its last match in the prompt is where the question begins; an example with a question stays in the context
     question_pattern: str
-    answer_pattern: str
-    max_new_tokens: int
-    metric: str = "ruler_all"
+    answer_pattern: str  # its first match in the question is where the beginning of the answer begins
+    max_new_tokens: int  # longest answer
+    metric: str = "ruler_all"  # a name in `kvzip_press.eval.metrics.registry.METRICS`
 
     def fill(self, **fields: Any) -> str:
         """Return the whole prompt, from the task to the beginning of the answer."""

@@ -29,13 +29,7 @@ def draw_letters(rng: random.Random, letters: str, length: int) -> str:
 
 
 def draw_chain(rng: random.Random, name_length: int, taken: set[str]) -> tuple[str, list[str], list[str]]:
-    """Draw a chain of variables.
-
-    Returns
-    -------
-    tuple
-        The value, the variables that have it, and the assignments.
-    """
+    """Draw a chain of variables: its value, the variables that have it, and the assignments."""
     draw = partial(draw_letters, rng, string.ascii_uppercase, name_length)
     names = draw_distinct(draw, HOPS + 1, taken)
     (value,) = draw_distinct(lambda: str(rng.randint(10_000, 99_999)), 1, taken)
@@ -52,16 +46,10 @@ def hide_chain(assignments: list[str], lines: list[str], rng: random.Random) -> 
 
 
 def make_vt(rng: random.Random, size: int, length: int) -> tuple[str, tuple[Question, ...]]:
-    """Draw a chain hidden in repeated noise, behind an example with its answer.
+    """
+    Draw a chain hidden in noise that is repeated `size` times, at least 5, behind an example with its answer.
 
-    Parameters
-    ----------
-    rng : random.Random
-        The only source of chance.
-    size : int
-        Repetitions of the noise, at least 5.
-    length : int
-        Of the whole sample in tokens; below 2048 the example is shorter.
+    Below a `length` of 2048, that of the whole sample in tokens, the example is shorter.
     """
     taken: set[str] = set()
     shown, shown_names = _vt_prompt(rng, VT_SHORT_EXAMPLE if length < VT_SHORT else VT_EXAMPLE, 3, taken)
@@ -77,16 +65,10 @@ def _vt_prompt(rng: random.Random, size: int, name_length: int, taken: set[str])
 
 
 def make_cwe(rng: random.Random, size: int, length: int) -> tuple[str, tuple[Question, ...]]:
-    """Draw a numbered list of words in which ten are more frequent, behind an example with its answer.
+    """
+    Draw a numbered list of words in which ten are more frequent than `size` others, behind an example with its answer.
 
-    Parameters
-    ----------
-    rng : random.Random
-        The only source of chance.
-    size : int
-        Different words that are not among the ten.
-    length : int
-        Of the whole sample in tokens, which decides how often words are repeated.
+    How often words are repeated follows from `length`, that of the whole sample in tokens.
     """
     long = length >= LONG
     shown, shown_common = _numbered_words(rng, 30 if long else 10, *((10, 3) if long else (3, 1)))
@@ -107,16 +89,11 @@ def _numbered_words(rng: random.Random, num_rare: int, common_repeats: int, rare
 
 
 def make_fwe(rng: random.Random, size: int, length: int) -> tuple[str, tuple[Question, ...]]:
-    """Draw coded words with frequencies after a zeta distribution (exponent 2), the most frequent one being dots.
+    """
+    Draw coded words with frequencies after a zeta distribution (exponent 2), the most frequent one being dots.
 
-    Parameters
-    ----------
-    rng : random.Random
-        The only source of chance.
-    size : int
-        Number of words before each frequency is rounded down.
-    length : int
-        Of the whole sample in tokens, which decides how many different words there are.
+    There are `size` words before each frequency is rounded down; how many different ones, follows from `length`, that of
+    the whole sample in tokens.
     """
     num_words = max(5, (length - FWE.max_new_tokens) // 50)
     words = ["...", *draw_distinct(partial(draw_letters, rng, string.ascii_lowercase, 6), num_words - 1)]

@@ -30,37 +30,17 @@ SUBTASK_METRICS = {"repoqa": "repoqa", "kv": "include", "summary": "rouge-l", "p
 
 @dataclass(frozen=True)
 class Kind:
-    """
-    A task at any size.
+    """A task at any size."""
 
-    Parameters
-    ----------
-    metric : str
-        A name in `kvzip_press.eval.metrics.registry.METRICS`; empty where each query says its subtask.
-    max_new_tokens : int
-        Longest answer.
-    columns : tuple[str, ...]
-        Columns besides `prompts` and `ground_truth`.
-    make : callable, optional
-        Draws a context and its questions.
-    smallest : int
-        Least size that can be drawn.
-    imitation : bool
-        Whether what is drawn only resembles the published task.
-    version : int
-        See `Task`.
-    sizes : tuple[str, ...]
-        Endings of `SIZES` that are published.
-    """
-
-    metric: str
-    max_new_tokens: int = 96
-    columns: tuple[str, ...] = ()
+    metric: str  # a name in `kvzip_press.eval.metrics.registry.METRICS`; empty where each query says its subtask
+    max_new_tokens: int = 96  # longest answer
+    columns: tuple[str, ...] = ()  # columns besides `prompts` and `ground_truth`
+    # draws a context and its questions
     make: Callable[[random.Random, int], tuple[str, tuple[Question, ...]]] | None = None
-    smallest: int = 1
-    imitation: bool = False
-    version: int = 1
-    sizes: tuple[str, ...] = tuple(SIZES)
+    smallest: int = 1  # least size that can be drawn
+    imitation: bool = False  # whether what is drawn only resembles the published task
+    version: int = 1  # see `Task`
+    sizes: tuple[str, ...] = tuple(SIZES)  # endings of `SIZES` that are published
 
 
 ANSWERS = "a list of answers: each a text that is not empty, a number, or a list of these"
