@@ -92,7 +92,7 @@ def make_fwe(rng: random.Random, size: int, length: int) -> tuple[str, tuple[Que
     """
     Draw coded words with frequencies after a zeta distribution (exponent 2), the most frequent one being dots.
 
-    There are `size` words before each frequency is rounded down; how many different ones, follows from `length`, that of
+    There are `size` words before each frequency is rounded down. How many of them differ follows from `length`, that of
     the whole sample in tokens.
     """
     num_words = max(5, (length - FWE.max_new_tokens) // 50)
