@@ -26,8 +26,6 @@ class Columns:
         The scored columns are ``[anchor, first_own)``; the replayed tokens' own follow.
     reduction : str
         See :func:`kvzip_press.kernels.api.replay_attention`.
-    with_weights : bool
-        Whether the softmax weights are needed, not the scores alone.
     softcap : float, optional
         ``softcap * tanh(logits / softcap)`` replaces the logits.
     first_visible : torch.Tensor, optional
@@ -44,7 +42,6 @@ class Columns:
     anchor: int
     first_own: int
     reduction: str
-    with_weights: bool
     softcap: float | None
     first_visible: torch.Tensor | None
     row_weight: torch.Tensor | None
@@ -79,7 +76,7 @@ class ColumnScores(Protocol):
         Returns
         -------
         torch.Tensor
-            The softmax weights, if these were asked for, in the shape of ``logits``.
+            The softmax weights, in the shape of ``logits``.
         """
         ...
 
@@ -246,10 +243,7 @@ def _replay(
         first_visible = torch.searchsorted(gathered, last_hidden, right=True)
     if row_weight is not None:
         row_weight = row_weight.to(dtype).contiguous()
-    with_weights = value is not None
-    scores = scorer(
-        Columns(members, anchor, first_own, reduction, with_weights, softcap, first_visible, row_weight, dtype, device)
-    )
+    scores = scorer(Columns(members, anchor, first_own, reduction, softcap, first_visible, row_weight, dtype, device))
     out = None if value is None else query.new_empty(batch_size, num_heads, q_len, value.shape[-1], dtype=dtype)
     lse = query.new_empty(batch_size, num_heads, q_len, dtype=dtype) if with_lse else None
     row_elements = members * (first_own + q_len)

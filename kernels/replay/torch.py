@@ -39,11 +39,9 @@ class TorchColumnScores:
         if columns.first_visible is not None:
             oldest = columns.first_visible[first_row : first_row + rows].unsqueeze(-1)
             logits.masked_fill_(torch.arange(keys, device=columns.device) < oldest, -torch.inf)
-        weights = logits
-        if columns.reduction != "logit" or columns.with_weights:
-            if self._buffer.numel() < logits.numel():
-                self._buffer = torch.empty_like(logits).view(-1)
-            weights = torch.softmax(logits, dim=-1, out=self._buffer[: logits.numel()].view(logits.shape))
+        if self._buffer.numel() < logits.numel():
+            self._buffer = torch.empty_like(logits).view(-1)
+        weights = torch.softmax(logits, dim=-1, out=self._buffer[: logits.numel()].view(logits.shape))
         if lse is not None:
             lse.copy_(logits.amax(dim=-1) - weights.amax(dim=-1).log())
         scored = (logits if columns.reduction == "logit" else weights)[..., columns.anchor : columns.first_own]
