@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import os
 import subprocess
 import sys
 import threading
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -52,11 +52,7 @@ def test_exponential_against_float64():
 
 def test_softcap_against_float64():
     """``cap * tanh(x / cap)`` for small, large and infinite logits, with its sign."""
-
-    @njit
-    def cap(x):
-        return cpu_simd.capped(x, np.float32(50.0))
-
+    cap = njit(lambda logits: cpu_simd.capped(logits, np.float32(50.0)))
     numbers = np.concatenate([np.linspace(-300, 300, 16 * 100), [-np.inf, np.inf, 0] + [1] * 13]).astype(np.float32)
     np.testing.assert_allclose(apply(cap, numbers), 50 * np.tanh(numbers.astype(np.float64) / 50), atol=1e-5)
 
@@ -65,17 +61,11 @@ def test_softcap_against_float64():
 def test_every_float16_is_read_exactly(hardware, monkeypatch):
     """All finite float16, subnormal ones too, with the processor's conversion and with integer arithmetic."""
     monkeypatch.setattr(formats, "_half_in_hardware", lambda: hardware)
-    read_float16 = formats._reader(formats.FLOAT16)
-
-    @njit
-    def run(source, target, count):
-        for index in range(0, count, 16):
-            cpu_simd.store(target + 4 * index, read_float16(source + 2 * index, count - index))
-
     numbers = np.arange(1 << 16, dtype=np.uint16).view(np.float16)
     numbers = np.where(np.isfinite(numbers), numbers, np.float16(0))
     result = np.empty(len(numbers), np.float32)
-    run(numbers.ctypes.data, result.ctypes.data, len(numbers))
+    rows, wide = (formats.Rows(part.ctypes.data, 0) for part in (numbers, result))
+    formats._widener(formats.FLOAT16)(rows, wide, 1, len(numbers))
     assert (result == numbers.astype(np.float32)).all()
 
 
@@ -117,8 +107,7 @@ def test_without_openmp_threads_of_our_own_give_the_same_bits(monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     two_threads = decode()
     monkeypatch.setattr(cpu_threads, "_parallel", lambda: None)
-    for result, same in zip(decode(), two_threads, strict=True):
-        assert torch.equal(result, same)
+    assert all(map(torch.equal, decode(), two_threads))
     torch.testing.assert_close(two_threads, expected, atol=1e-6, rtol=1e-5)
 
 
@@ -141,10 +130,6 @@ def test_callers_in_several_threads_do_not_disturb_one_another():
     assert not wrong
 
 
-class Job(ctypes.Structure):
-    _fields_ = [("counters", cpu_threads.Counters)]
-
-
 def raising(address):
     item = take_item(address)
     while item < 20:
@@ -162,24 +147,23 @@ def test_an_error_in_compiled_code_reaches_the_caller(threads, openmp, monkeypat
     printed = []
     monkeypatch.setattr(sys, "unraisablehook", lambda error: printed.append(error.exc_type))
     with pytest.raises(RuntimeError, match=r"raising finished \d+ of 20 items"):
-        cpu_threads.run_on_threads(cpu_threads.worker(raising), Job((20,)), threads)
+        cpu_threads.run_on_threads(cpu_threads.worker(raising), cpu_softmax.Job((20,)), threads)
     assert printed == [ZeroDivisionError]
 
 
 def test_an_error_in_a_pool_is_raised_when_all_threads_have_returned(monkeypatch):
     """None is left that could write into the job's memory."""
     monkeypatch.setattr(cpu_threads, "_parallel", lambda: None)
-    caller, release, returned = threading.get_ident(), threading.Timer(0.2, lambda: None), []
+    caller, returned = threading.get_ident(), []
 
     def run(address):
         if threading.get_ident() == caller:
             raise KeyError("the caller's")
-        release.join()
+        time.sleep(0.1)
         returned.append(address)
 
-    release.start()
     with pytest.raises(KeyError, match="the caller's"):
-        cpu_threads.run_on_threads(SimpleNamespace(ctypes=run), Job((1,)), 3)
+        cpu_threads.run_on_threads(SimpleNamespace(ctypes=run), cpu_softmax.Job((1,)), 3)
     assert len(returned) == 2
 
 
@@ -203,7 +187,7 @@ def test_compiled_workers_can_be_kept_for_later_processes():
 
 
 @pytest.mark.parametrize("lengths", [[700, 0, 65], [0, 0, 0]])
-def test_results_under_another_default_type_and_device(lengths):
+def test_results_under_another_default_type_and_device(monkeypatch, lengths):
     """Native code writes float32 on the CPU, whatever torch makes by default."""
     segments = Segments(torch.tensor([0, *itertools.accumulate(lengths)]))
     key, value = torch.randn(2, segments.total, 64)
@@ -229,21 +213,14 @@ def test_results_under_another_default_type_and_device(lengths):
 
 def test_working_memory_does_not_grow_with_the_context(monkeypatch):
     """Sixteen times the context takes no larger buffers for a decoded token."""
-    sizes = []
-    empty = torch.empty
-
-    def counted(*shape, **kwargs):
-        made = empty(*shape, **kwargs)
-        sizes.append(made.nbytes)
-        return made
-
-    short, long = decode_case([4000] * 4), decode_case([64000] * 4)
-    monkeypatch.setattr(torch, "empty", counted)
-    short()
-    at_short = sum(sizes)
-    sizes.clear()
-    long()
-    assert 0 < sum(sizes) <= 1.01 * at_short
+    made, sizes, empty = [], [], torch.empty
+    cases = [decode_case([length] * 4) for length in (4000, 64000)]
+    monkeypatch.setattr(torch, "empty", lambda *shape, **kind: made.append(empty(*shape, **kind)) or made[-1])
+    for case in cases:
+        made.clear()
+        case()
+        sizes.append(sum(buffer.nbytes for buffer in made))
+    assert 0 < sizes[1] <= 1.01 * sizes[0]
 
 
 def test_column_scores_of_a_block_of_rows():

@@ -8,6 +8,7 @@ left, and whoever finishes the last one merges: which thread did what changes no
 from __future__ import annotations
 
 from ctypes import sizeof
+from functools import partial
 from itertools import accumulate
 
 import numpy as np
@@ -105,8 +106,8 @@ def decode_attention(
         job.value_groups = packed_value.scale.shape[1]
     if tail is not None and tail[0].shape[2] > 0:
         tail_key, tail_value = (part if part.stride(3) == 1 else part.contiguous() for part in tail)
-        length = tail_key.shape[2]
-        job.tail_length, job.tail_kind = length, _KINDS[tail_key.dtype]
+        length = job.tail_length = tail_key.shape[2]
+        job.tail_kind = _KINDS[tail_key.dtype]
         job.tail_key, job.tail_value = _tail(tail_key), _tail(tail_value)
         job.tail_stretch_length = _TAIL_STRETCH_LENGTH if row_blocks < threads else length
         job.tail_stretches = -(-length // job.tail_stretch_length)
@@ -115,21 +116,17 @@ def decode_attention(
             job.mask = Dense(visible.data_ptr(), *visible.stride())
     job.context_stretches = cuts.count
     job.stretches = cuts.count + num_segments * job.tail_stretches
+    empty = partial(torch.empty, dtype=torch.float32, device=query.device)
+    out, lse = empty(batch_size, num_heads, q_len, value_dim), empty(batch_size, num_heads, q_len)
     if job.stretches == 0:
-        shape = (batch_size, num_heads, q_len)
-        return query.new_zeros(*shape, value_dim, dtype=torch.float32), query.new_full(
-            shape, -torch.inf, dtype=torch.float32
-        )
+        return out.zero_(), lse.fill_(-torch.inf)
     job.counters.items = job.stretches * row_blocks
     threads = min(threads, job.counters.items)
-    float32 = {"dtype": torch.float32, "device": query.device}
-    out = torch.empty(batch_size, num_heads, q_len, value_dim, **float32)
-    lse = torch.empty(batch_size, num_heads, q_len, **float32)
     part_bytes = job.stretches * rows * job.value_row
     sizes = scratch_sizes(job.key_row, job.value_row, job.value_groups).values()
     *places, job.scratch_size = accumulate(sizes, initial=sizeof(Scratch))
     job.places = Scratch(*places)
-    memory = torch.empty((part_bytes + threads * job.scratch_size) // 4, **float32)
+    memory = empty((part_bytes + threads * job.scratch_size) // 4)
     job.parts, job.scratch = memory.data_ptr(), memory.data_ptr() + part_bytes
     job.out, job.lse = out.data_ptr(), lse.data_ptr()
     run_on_threads(decode_worker, job, threads)

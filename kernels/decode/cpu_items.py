@@ -155,7 +155,7 @@ def _load_block(job, item, first, scratch):  # type: ignore[no-untyped-def]
 def _write_logits(job, item, block, row, rows, scratch):  # type: ignore[no-untyped-def]
     """Products of a few query rows, from ``row`` on, with the block's keys; -inf behind the last key."""
     queries = Rows(block.queries.address + row * block.queries.step, block.queries.step)
-    columns = LANES * _vectors(block.count)
+    columns = LANES * _vectors(block.length)
     ahead = BLOCK * block.key.step if row == 0 else 0  # later rows find the next block asked for already
     for first in range(0, columns, LANES):
         key = Rows(block.key.address + first * block.key.step, block.key.step)
@@ -167,7 +167,7 @@ def _write_logits(job, item, block, row, rows, scratch):  # type: ignore[no-unty
             add(logits, 0, columns, load_float(scratch.biases + 4 * (row + index)))
         if job.softcap > 0:
             cap(logits, 0, columns, job.softcap)
-        fill(logits, block.count, columns, -np.inf)
+        fill(logits, block.length, columns, -np.inf)
         if item.in_tail and job.mask.address != 0:
             _mask_logits(job, logits, item.segment, item.first_row + row + index, block)
 
@@ -180,7 +180,7 @@ def _mask_logits(job, logits, segment, row, block):  # type: ignore[no-untyped-d
     group_head, query = divmod(row, job.q_len)
     head = kv_head * (job.rows // job.q_len) + group_head
     visible = mask.address + batch_row * mask.row + head * mask.head + query * mask.query + block.first * mask.token
-    for token in range(block.count):
+    for token in range(block.length):
         if load_byte(visible + token * mask.token) == 0:
             store_float(logits + 4 * token, -np.inf)
 
@@ -217,7 +217,7 @@ def _fold_weights(job, block, vector, rows, place, scratch):  # type: ignore[no-
     folded = Rows(scratch.folded_weights + place * MAX_ROWS * BLOCK_ROW, BLOCK_ROW)
     offsets = scratch.offsets + place * VECTOR
     scale, minimum = scratch.value_scale + group, scratch.value_minimum + group
-    fold_scales(Rows(scratch.logits, BLOCK_ROW), folded, offsets, rows, block.count, scale, minimum)
+    fold_scales(Rows(scratch.logits, BLOCK_ROW), folded, offsets, rows, block.length, scale, minimum)
     return folded, offsets
 
 
@@ -248,7 +248,7 @@ def _add_block(job, item, block, row, rows, scratch):  # type: ignore[no-untyped
         high = Part(high_weights, Rows(sums + VECTOR * stored, item.parts.step), high_offsets)
         values = Rows(block.value.address + LANES * ITEMSIZE[block.value_kind] * vector, block.value.step)
         ahead = BLOCK * block.value.step
-        add_values(block.value_kind, rows, width, values, ahead, block.count, scratch.factors, low, high)
+        add_values(block.value_kind, rows, width, values, ahead, block.length, scratch.factors, low, high)
         vector += width
 
 
@@ -267,7 +267,7 @@ def _run_item(job, number, scratch):  # type: ignore[no-untyped-def]
             for index in range(rows):
                 logits = scratch.logits + index * BLOCK_ROW
                 statistics = vector_of_statistics + (row + index) * item.parts.step
-                factor = _softmax_step(logits, LANES * _vectors(block.count), statistics)
+                factor = _softmax_step(logits, LANES * _vectors(block.length), statistics)
                 store_float(scratch.factors + 4 * index, factor)
             _add_block(job, item, block, row, rows, scratch)
 

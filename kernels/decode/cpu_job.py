@@ -113,7 +113,7 @@ class Block(NamedTuple):
     """Up to BLOCK keys and values as the products read them: in place, or widened; and the queries they meet."""
 
     first: int
-    count: int
+    length: int
     key: Rows
     key_kind: int
     value: Rows

@@ -140,9 +140,7 @@ def _for_cases(cases: Iterable[tuple[int, ...]]) -> Callable:
 
 
 @_for_cases(product(range(HALF_BYTES + 1), range(1, MAX_ROWS + 1)))
-def _emit_products(  # type: ignore[no-untyped-def]
-    builder, kind, rows, keys, ahead, queries, vectors, out
-) -> None:
+def _emit_products(builder, kind, rows, keys, ahead, queries, vectors, out):  # type: ignore[no-untyped-def]
     """
     Products of up to :data:`MAX_ROWS` queries with 16 keys.
 
@@ -181,9 +179,7 @@ def _emit_products(  # type: ignore[no-untyped-def]
 @_for_cases(
     case for case in product(range(HALF_BYTES + 1), range(1, MAX_ROWS + 1), (4, 2, 1)) if case[::2] != (HALF_BYTES, 4)
 )
-def _emit_add_values(  # type: ignore[no-untyped-def]
-    builder, kind, rows, width, values, ahead, count, factors, low, high
-) -> None:
+def _emit_add_values(builder, kind, rows, width, values, ahead, count, factors, low, high):  # type: ignore
     """
     ``sums = sums * factor + offset + weights @ values`` for up to :data:`MAX_ROWS` rows and ``width`` x 16 numbers.
 
