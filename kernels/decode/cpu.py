@@ -8,7 +8,7 @@ left, and whoever finishes the last one merges: which thread did what changes no
 from __future__ import annotations
 
 from ctypes import sizeof
-from functools import partial
+from functools import lru_cache, partial
 from itertools import accumulate
 
 import numpy as np
@@ -67,6 +67,13 @@ def _tail(part: torch.Tensor) -> Dense:
     return Dense(part.data_ptr(), row, head, 0, token)
 
 
+@lru_cache(maxsize=64)
+def _scratch(key_row: int, value_row: int, groups: int) -> tuple[Scratch, int]:
+    """Where the arrays lie in a thread's working memory, and its size."""
+    *places, size = accumulate(scratch_sizes(key_row, value_row, groups).values(), initial=sizeof(Scratch))
+    return Scratch(*places), size
+
+
 def decode_attention(
     query: torch.Tensor,
     packed_key: PackedKeys,
@@ -123,9 +130,7 @@ def decode_attention(
     job.counters.items = job.stretches * row_blocks
     threads = min(threads, job.counters.items)
     part_bytes = job.stretches * rows * job.value_row
-    sizes = scratch_sizes(job.key_row, job.value_row, job.value_groups).values()
-    *places, job.scratch_size = accumulate(sizes, initial=sizeof(Scratch))
-    job.places = Scratch(*places)
+    job.places, job.scratch_size = _scratch(job.key_row, job.value_row, job.value_groups)
     memory = empty((part_bytes + threads * job.scratch_size) // 4)
     job.parts, job.scratch = memory.data_ptr(), memory.data_ptr() + part_bytes
     job.out, job.lse = out.data_ptr(), lse.data_ptr()
