@@ -1,4 +1,4 @@
-"""What the CPU kernels are made of: vectors, threads, and how much memory they take."""
+"""What the CPU kernels are made of: vectors, threads, their errors, and how much memory they take."""
 
 from __future__ import annotations
 
@@ -7,18 +7,23 @@ import os
 import subprocess
 import sys
 import threading
+import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from numba import njit
 
+from kvzip_press.kernels import api
 from kvzip_press.kernels.decode import cpu as cpu_decode
+from kvzip_press.kernels.decode import cpu_items
 from kvzip_press.kernels.replay import cpu_softmax
 from kvzip_press.kernels.replay.blocked import Columns
-from kvzip_press.kernels.simd import rows as cpu_rows
+from kvzip_press.kernels.simd import formats
 from kvzip_press.kernels.simd import threads as cpu_threads
 from kvzip_press.kernels.simd import vectors as cpu_simd
+from kvzip_press.kernels.simd.threads import finish_item, take_item
 from kvzip_press.kernels.storage.segments import Segments
 
 
@@ -47,11 +52,7 @@ def test_exponential_against_float64():
 
 def test_softcap_against_float64():
     """``cap * tanh(x / cap)`` for small, large and infinite logits, with its sign."""
-
-    @njit
-    def cap(x):
-        return cpu_simd.capped(x, np.float32(50.0))
-
+    cap = njit(lambda logits: cpu_simd.capped(logits, np.float32(50.0)))
     numbers = np.concatenate([np.linspace(-300, 300, 16 * 100), [-np.inf, np.inf, 0] + [1] * 13]).astype(np.float32)
     np.testing.assert_allclose(apply(cap, numbers), 50 * np.tanh(numbers.astype(np.float64) / 50), atol=1e-5)
 
@@ -59,18 +60,12 @@ def test_softcap_against_float64():
 @pytest.mark.parametrize("hardware", [True, False])
 def test_every_float16_is_read_exactly(hardware, monkeypatch):
     """All finite float16, subnormal ones too, with the processor's conversion and with integer arithmetic."""
-    monkeypatch.setattr(cpu_simd, "_half_in_hardware", lambda: hardware)
-    load_float16 = cpu_simd._loader(cpu_simd.FLOAT16)
-
-    @njit
-    def run(source, target, count):
-        for index in range(0, count, 16):
-            cpu_simd.store(target + 4 * index, load_float16(source + 2 * index))
-
+    monkeypatch.setattr(formats, "_half_in_hardware", lambda: hardware)
     numbers = np.arange(1 << 16, dtype=np.uint16).view(np.float16)
     numbers = np.where(np.isfinite(numbers), numbers, np.float16(0))
     result = np.empty(len(numbers), np.float32)
-    run(numbers.ctypes.data, result.ctypes.data, len(numbers))
+    rows, wide = (formats.Rows(part.ctypes.data, 0) for part in (numbers, result))
+    formats._widener(formats.FLOAT16)(rows, wide, 1, len(numbers))
     assert (result == numbers.astype(np.float32)).all()
 
 
@@ -78,7 +73,7 @@ def test_every_float16_is_read_exactly(hardware, monkeypatch):
 @pytest.mark.parametrize("kind", range(5))
 def test_rows_of_any_format_become_float32_rows(kind, channels):
     """Each format and length, read without touching what lies behind, zeros up to the next vector."""
-    if kind == cpu_simd.HALF_BYTES:
+    if kind == formats.HALF_BYTES:
         channels *= 2
     numbers = torch.arange(3 * channels).view(3, channels) % 13
     sources = [
@@ -89,13 +84,12 @@ def test_rows_of_any_format_become_float32_rows(kind, channels):
         (numbers[:, : channels // 2] | numbers[:, -(channels // 2) :] << 4).to(torch.uint8),
     ]
     source = sources[kind].contiguous()
-    width = cpu_rows.padded.py_func(channels)
-    target, spare = torch.full((3, width), torch.nan), torch.empty(16)
-    step = source.stride(0) * source.itemsize
-    cpu_rows.widen_rows(kind, source.data_ptr(), step, target.data_ptr(), 3, channels, spare.data_ptr())
+    target = torch.full((3, formats.row_bytes(channels) // 4), torch.nan)
+    rows, wide = (formats.Rows(part.data_ptr(), part.stride(0) * part.itemsize) for part in (source, target))
+    formats.widen_rows(kind, rows, wide, 3, channels)
     assert torch.equal(target[:, :channels], numbers.float())
     whole = -(-channels // 16) * 16
-    assert kind == cpu_simd.HALF_BYTES or (target[:, channels:whole] == 0).all()
+    assert kind == formats.HALF_BYTES or (target[:, channels:whole] == 0).all()
 
 
 def decode_case(lengths, q_len=1, seed=0):
@@ -113,8 +107,7 @@ def test_without_openmp_threads_of_our_own_give_the_same_bits(monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     two_threads = decode()
     monkeypatch.setattr(cpu_threads, "_parallel", lambda: None)
-    for result, same in zip(decode(), two_threads, strict=True):
-        assert torch.equal(result, same)
+    assert all(map(torch.equal, decode(), two_threads))
     torch.testing.assert_close(two_threads, expected, atol=1e-6, rtol=1e-5)
 
 
@@ -137,44 +130,114 @@ def test_callers_in_several_threads_do_not_disturb_one_another():
     assert not wrong
 
 
+def raising(address):
+    item = take_item(address)
+    while item < 20:
+        if item == 7:
+            raise ZeroDivisionError
+        finish_item(address)
+        item = take_item(address)
+
+
+@pytest.mark.parametrize("threads, openmp", [(1, True), (2, True), (2, False)])
+def test_an_error_in_compiled_code_reaches_the_caller(threads, openmp, monkeypatch):
+    """An item that raises is not done: the caller is told so, by the kernel's name, and the error is printed."""
+    if not openmp:
+        monkeypatch.setattr(cpu_threads, "_parallel", lambda: None)
+    printed = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda error: printed.append(error.exc_type))
+    with pytest.raises(RuntimeError, match=r"raising finished \d+ of 20 items"):
+        cpu_threads.run_on_threads(cpu_threads.worker(raising), cpu_softmax.Job((20,)), threads)
+    assert printed == [ZeroDivisionError]
+
+
+def test_an_error_in_a_pool_is_raised_when_all_threads_have_returned(monkeypatch):
+    """None is left that could write into the job's memory."""
+    monkeypatch.setattr(cpu_threads, "_parallel", lambda: None)
+    caller, returned = threading.get_ident(), []
+
+    def run(address):
+        if threading.get_ident() == caller:
+            raise KeyError("the caller's")
+        time.sleep(0.1)
+        returned.append(address)
+
+    with pytest.raises(KeyError, match="the caller's"):
+        cpu_threads.run_on_threads(SimpleNamespace(ctypes=run), cpu_softmax.Job((1,)), 3)
+    assert len(returned) == 2
+
+
+def column_scores(first_visible=None, row_weight=None):
+    """Scores of six query heads over columns 5 to 44, by their maximum."""
+    device = torch.device("cpu")
+    return cpu_softmax.CpuColumnScores(Columns(6, 5, 45, "max", None, first_visible, row_weight, torch.float32, device))
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_replayed_token_that_sees_no_column_is_an_error():
+    """Its softmax has no weights: not a result that looks like one."""
+    with pytest.raises(RuntimeError, match="cpu_softmax finished"):
+        column_scores(first_visible=torch.tensor([0, 99])).visit(torch.zeros(6, 2, 47), 0, None)
+
+
+def test_compiled_workers_can_be_kept_for_later_processes():
+    """Their code holds no address of this process, so numba writes it to its cache."""
+    for worker in (cpu_items.decode_worker, cpu_softmax._row_worker):
+        assert not worker._library.has_dynamic_globals
+
+
+@pytest.mark.parametrize("lengths", [[700, 0, 65], [0, 0, 0]])
+def test_results_under_another_default_type_and_device(monkeypatch, lengths):
+    """Native code writes float32 on the CPU, whatever torch makes by default."""
+    segments = Segments(torch.tensor([0, *itertools.accumulate(lengths)]))
+    key, value = torch.randn(2, segments.total, 64)
+    query, own, context = torch.randn(1, 6, 9, 64), torch.randn(1, 3, 9, 64), torch.randn(1, 3, 50, 64)
+    options = api.ReplayOptions(anchor=4, start=10, end=40, local=False, softmax_scale=0.125)
+
+    def run(backend, dtype):
+        q, k, v, o, c = (part.to(dtype) for part in (query, key, value, own, context))
+        decoded = api.decode_attention(q, k, v, segments, softmax_scale=0.125, backend=backend)
+        return *decoded, *api.replay_attention(q, o, o, c, c, options, backend=backend)
+
+    expected = run("reference", torch.float64)
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.device("meta"):
+            results = run("cpu", torch.float32)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for result, truth in zip(results, expected, strict=True):
+        assert result.dtype == torch.float32
+        torch.testing.assert_close(result.double(), truth, atol=2e-6, rtol=1e-5)
+
+
 def test_working_memory_does_not_grow_with_the_context(monkeypatch):
     """Sixteen times the context takes no larger buffers for a decoded token."""
-    sizes = []
-    empty = torch.empty
-
-    def counted(*shape, **kwargs):
-        made = empty(*shape, **kwargs)
-        sizes.append(made.nbytes)
-        return made
-
-    short, long = decode_case([4000] * 4), decode_case([64000] * 4)
-    monkeypatch.setattr(torch, "empty", counted)
-    short()
-    at_short = sum(sizes)
-    sizes.clear()
-    long()
-    assert 0 < sum(sizes) <= 1.01 * at_short
+    made, sizes, empty = [], [], torch.empty
+    cases = [decode_case([length] * 4) for length in (4000, 64000)]
+    monkeypatch.setattr(torch, "empty", lambda *shape, **kind: made.append(empty(*shape, **kind)) or made[-1])
+    for case in cases:
+        made.clear()
+        case()
+        sizes.append(sum(buffer.nbytes for buffer in made))
+    assert 0 < sizes[1] <= 1.01 * sizes[0]
 
 
-def test_column_scores_of_the_maximum():
+def test_column_scores_of_a_block_of_rows():
     """Weights, their maximum over rows and the log-sum-exp agree with float64, with and without factors of the rows."""
     generator = torch.Generator().manual_seed(0)
     logits = 4 * torch.randn(6, 9, 5 + 40 + 9, generator=generator)
-    row_weight = torch.rand(2, 9, generator=generator)
     future = torch.ones(9, 54, dtype=torch.bool).triu(46)
-    weights = logits.double().masked_fill(future, -torch.inf).softmax(-1)
-    truth = (weights[..., 5:45] * row_weight.double().repeat_interleave(3, 0).unsqueeze(-1)).amax(1)
-    plain_truth = weights[..., 5:45].amax(1)
-    for factor in (None, row_weight):
-        columns = Columns(6, 5, 45, "max", None, None, factor, torch.float32, torch.device("cpu"))
-        scores = cpu_softmax.CpuColumnScores(columns)
+    seen = logits.double().masked_fill(future, -torch.inf)
+    weights = seen.softmax(-1)
+    for row_weight in (None, torch.rand(2, 9, generator=generator)):
+        scores = column_scores(row_weight=row_weight)
         lse = torch.empty(6, 9)
         visited = scores.visit(logits.clone(), 0, lse)
-        expected = plain_truth if factor is None else truth
-        torch.testing.assert_close(scores.result().double(), expected, atol=1e-6, rtol=1e-5)
-        torch.testing.assert_close(
-            lse.double(), logits.double().masked_fill(future, -torch.inf).logsumexp(-1), atol=1e-5, rtol=1e-5
-        )
+        factor = torch.ones(2, 9) if row_weight is None else row_weight
+        truth = (weights[..., 5:45] * factor.double().repeat_interleave(3, 0).unsqueeze(-1)).amax(1)
+        torch.testing.assert_close(scores.result().double(), truth, atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(lse.double(), seen.logsumexp(-1), atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(visited.double(), weights, atol=1e-6, rtol=1e-5)
 
 
@@ -194,7 +257,8 @@ def materialised(rows):
     keys = torch.cat([context[:, :, : 26 + chunk], own[:, :, :rows]], 2)
     logits = query[:, :, :rows].view(1, heads, group, rows, head_dim) @ keys.unsqueeze(2).transpose(-1, -2) * 0.125
     logits[..., 26 + chunk :].masked_fill_(torch.ones(rows, rows, dtype=torch.bool).triu(1), -torch.inf)
-    logits.softmax(-1)[..., 26 : 26 + chunk].amax((2, 3))
+    weights = logits.softmax(-1)
+    weights @ keys.unsqueeze(2), weights[..., 26 : 26 + chunk].amax((2, 3))
 
 run = {"ours": ours, "materialised": materialised}[sys.argv[1]]
 def kib(field):

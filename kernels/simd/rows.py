@@ -1,123 +1,124 @@
-"""Rows of packed storage as float32, and the scales of quantised ones, for the CPU kernels."""
+"""What is done to rows of float32 numbers."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
+from .formats import read
 from .vectors import (
-    BFLOAT16,
-    BYTES,
-    FLOAT16,
-    FLOAT32,
-    HALF_BYTES,
     LANES,
+    capped,
     compiled,
+    exponential,
+    first_lanes,
+    lanes_maximum,
     lanes_sum,
     load,
-    load_bfloat16,
-    load_byte,
-    load_bytes,
-    load_float16,
-    load_high_halves,
-    load_low_halves,
+    maximum_or_nan,
     multiply_add,
     splat,
     store,
-    store_byte,
+    store_first,
     store_float,
 )
 
-_ROW = 4 * LANES  # bytes of one vector
-
 
 @compiled
-def padded(channels):  # type: ignore[no-untyped-def]
-    """Channels of a float32 row that vectors may overrun."""
-    return (channels + LANES - 1) // LANES * LANES + LANES
-
-
-@compiled
-def _load_as(kind, address):  # type: ignore[no-untyped-def]
-    if kind == FLOAT32:
-        return load(address)
-    if kind == BFLOAT16:
-        return load_bfloat16(address)
-    if kind == FLOAT16:
-        return load_float16(address)
-    return load_bytes(address)
-
-
-@compiled
-def _copy_rest(source, spare, count):  # type: ignore[no-untyped-def]
-    """Copy ``count`` bytes into a vector of zeros: what lies behind the last row is not ours to read."""
-    store(spare, splat(np.float32(0.0)))
-    for byte in range(count):
-        store_byte(spare + byte, load_byte(source + byte))
-
-
-@compiled
-def widen_row(kind, source, target, channels, spare):  # type: ignore[no-untyped-def]
-    """Write one row as float32, zeros up to the next whole vector; ``spare`` has room for one vector."""
-    itemsize = 4 if kind == FLOAT32 else 1 if kind == BYTES else 2
-    whole = channels // LANES * LANES
-    for channel in range(0, whole, LANES):
-        store(target + 4 * channel, _load_as(kind, source + itemsize * channel))
-    if whole < channels:
-        _copy_rest(source + itemsize * whole, spare, itemsize * (channels - whole))
-        store(target + 4 * whole, _load_as(kind, spare))
-
-
-@compiled
-def _widen_half_bytes(source, target, channels, spare):  # type: ignore[no-untyped-def]
-    half = channels // 2
-    whole = half // LANES * LANES
-    for channel in range(0, whole, LANES):
-        store(target + 4 * channel, load_low_halves(source + channel))
-    if whole < half:
-        _copy_rest(source + whole, spare, half - whole)
-        store(target + 4 * whole, load_low_halves(spare))
-    # After the low halves, whose last vector reaches into the channels of the high ones
-    for channel in range(0, whole, LANES):
-        store(target + 4 * (half + channel), load_high_halves(source + channel))
-    if whole < half:
-        store(target + 4 * (half + whole), load_high_halves(spare))
-
-
-@compiled
-def widen_rows(kind, source, step, target, count, channels, spare):  # type: ignore[no-untyped-def]
-    """Write ``count`` rows, ``step`` bytes apart, as float32 rows of ``padded(channels)``; codes stay codes."""
-    target_step = 4 * padded(channels)
-    if kind == HALF_BYTES:
-        for row in range(count):
-            _widen_half_bytes(source + row * step, target + row * target_step, channels, spare)
-    elif kind == BYTES:
-        for row in range(count):
-            widen_row(BYTES, source + row * step, target + row * target_step, channels, spare)
-    elif kind == BFLOAT16:
-        for row in range(count):
-            widen_row(BFLOAT16, source + row * step, target + row * target_step, channels, spare)
-    elif kind == FLOAT16:
-        for row in range(count):
-            widen_row(FLOAT16, source + row * step, target + row * target_step, channels, spare)
-    else:
-        for row in range(count):
-            widen_row(FLOAT32, source + row * step, target + row * target_step, channels, spare)
-
-
-@compiled
-def fold_scales(rows, folded, offsets, count, step, length, scale, minimum):  # type: ignore[no-untyped-def]
+def fold_scales(rows, folded, offsets, count, length, scale, minimum):  # type: ignore[no-untyped-def]
     """
     Move scales from codes to what meets them: ``x . (u * scale + minimum) = (x * scale) . u + x . minimum``.
 
-    ``rows`` and ``folded`` are ``count`` float32 rows of ``length``, ``step`` bytes apart; ``scale`` and ``minimum``
-    are float32 [length]; all with room for whole vectors. Writes the folded rows and the offset of each. Of keys, the
-    rows are queries and ``length`` is in channels; of values, they are weights and it is in tokens.
+    ``rows`` and ``folded`` are ``count`` float32 :class:`Rows` of ``length``; ``scale`` and ``minimum`` are float32
+    [length]; all with room for whole vectors. Writes the folded rows and the offset of each. Of keys, the rows are
+    queries and ``length`` is in channels; of values, they are weights and it is in tokens.
     """
     for row in range(count):
-        offset = splat(np.float32(0.0))
-        for vector in range((length + LANES - 1) // LANES):
-            place = row * step + _ROW * vector
-            number = load(rows + place)
-            offset = multiply_add(number, load(minimum + _ROW * vector), offset)
-            store(folded + place, number * load(scale + _ROW * vector))
+        source, target = rows.address + row * rows.step, folded.address + row * folded.step
+        offset = splat(0.0)
+        for place in range(0, 4 * length, 4 * LANES):
+            number = load(source + place)
+            offset = multiply_add(number, load(minimum + place), offset)
+            store(target + place, number * load(scale + place))
         store_float(offsets + 4 * row, lanes_sum(offset))
+
+
+@compiled
+def _store_up_to(address, left, vector):  # type: ignore[no-untyped-def]
+    if left >= LANES:
+        store(address, vector)
+    else:
+        store_first(address, left, vector)
+
+
+@compiled
+def _read_or_lowest(address, left):  # type: ignore[no-untyped-def]
+    return load(address) if left >= LANES else first_lanes(left, read(address, left), splat(-np.inf))
+
+
+@compiled
+def fill(row, low, high, number):  # type: ignore[no-untyped-def]
+    """Set the columns [low, high) of a float32 row to ``number``."""
+    for column in range(low, high, LANES):
+        _store_up_to(row + 4 * column, high - column, splat(number))
+
+
+def in_place(function: Callable) -> Callable:
+    """The function that replaces the columns [low, high) of a row by ``function`` of them and of a number."""
+
+    @compiled
+    def change(row, low, high, number):  # type: ignore[no-untyped-def]
+        for column in range(low, high, LANES):
+            address, left = row + 4 * column, high - column
+            _store_up_to(address, left, function(read(address, left), number))
+
+    return change
+
+
+def onto(function: Callable) -> Callable:
+    """The function that replaces sums [high - low] by ``function`` of them and of ``factor`` times the columns."""
+
+    @compiled
+    def combine(row, low, high, factor, sums):  # type: ignore[no-untyped-def]
+        for column in range(low, high, LANES):
+            target, left = sums + 4 * (column - low), high - column
+            number = read(row + 4 * column, left) * splat(factor)
+            _store_up_to(target, left, function(read(target, left), number))
+
+    return combine
+
+
+add = in_place(compiled(lambda vector, number: vector + splat(number)))
+multiply = in_place(compiled(lambda vector, number: vector * splat(number)))
+cap = in_place(capped)
+raise_maxima = onto(compiled(lambda maxima, number: maximum_or_nan(number, maxima)))
+add_onto = onto(compiled(lambda sums, number: sums + number))
+add_squares_onto = onto(compiled(lambda sums, number: sums + number * number))
+
+
+@compiled
+def peak_of(row, low, high):  # type: ignore[no-untyped-def]
+    """Largest of the columns [low, high); NaN if one is NaN, -inf if there are none."""
+    first = second = splat(-np.inf)
+    column = low
+    while column + 2 * LANES <= high:
+        first = maximum_or_nan(first, load(row + 4 * column))
+        second = maximum_or_nan(second, load(row + 4 * (column + LANES)))
+        column += 2 * LANES
+    while column < high:
+        first = maximum_or_nan(first, _read_or_lowest(row + 4 * column, high - column))
+        column += LANES
+    return lanes_maximum(maximum_or_nan(first, second))
+
+
+@compiled
+def take_exponentials(row, low, high, peak):  # type: ignore[no-untyped-def]
+    """Replace the columns [low, high) by ``exp(logits - peak)``, and return their sum."""
+    offset, total = splat(peak), splat(0.0)
+    for column in range(low, high, LANES):
+        address, left = row + 4 * column, high - column
+        weights = exponential(_read_or_lowest(address, left) - offset)
+        _store_up_to(address, left, weights)
+        total = total + weights
+    return lanes_sum(total)

@@ -1,21 +1,65 @@
-"""One function on all of torch's threads."""
+"""A job that all of torch's threads share: its record, how they take items of it, and that all of them were done."""
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
-import struct
-from array import array
+import sys
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numba
+import numpy as np
 import torch
 from numba import types
+from numba.extending import intrinsic
+
+from .vectors import compiled, fetch_add
 
 _WORKER = types.void(types.intp)
+
+
+def integers(names: str) -> list[tuple[str, Any]]:
+    """Fields of a record for numbers and addresses: one int64 for each of the ``names``."""
+    return [(name, ctypes.c_int64) for name in names.split()]
+
+
+class Counters(ctypes.Structure):
+    """The first field of every job: its number of ``items``, and what the threads count."""
+
+    __slots__ = ()
+    _fields_ = integers("items started taken attended done")
+
+
+def record_at(structure: type[ctypes.Structure]) -> Callable:
+    """The compiled function that reads an address as a record with the fields of ``structure``, by their names."""
+    record = numba.from_dtype(np.dtype(structure))
+
+    @intrinsic
+    def view(context, address):  # type: ignore[no-untyped-def]
+        def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+            return builder.inttoptr(values[0], context.get_value_type(record))
+
+        return record(types.intp), codegen
+
+    return view
+
+
+def _counter(name: str) -> Callable:
+    offset = getattr(Counters, name).offset
+
+    @compiled
+    def count(job):  # type: ignore[no-untyped-def]
+        return fetch_add(job + offset, 1)
+
+    return count
+
+
+# Each takes the job's address, counts one more, and returns the count before; an item that raises is never finished
+start_thread, take_item, attend_item, finish_item = map(_counter, ("started", "taken", "attended", "done"))
 
 
 @lru_cache(maxsize=1)
@@ -46,7 +90,7 @@ def _parallel() -> Callable[[int, int, int, int], None] | None:
 
     Its threads are torch's own: awake after the operation before, and never more than ``torch.get_num_threads()``.
     """
-    suffix = {"darwin": "dylib", "win32": "dll"}.get(torch.sys.platform, "so")  # type: ignore[attr-defined]
+    suffix = {"darwin": "dylib", "win32": "dll"}.get(sys.platform, "so")
     library = Path(torch.__file__).parent / "lib" / f"libtorch_cpu.{suffix}"
     try:
         # A symbol is looked for in the library and in those it depends on
@@ -58,41 +102,46 @@ def _parallel() -> Callable[[int, int, int, int], None] | None:
     return function
 
 
-@lru_cache(maxsize=64)
-def float_bits(number: float) -> int:
-    """A float32 as the integer of its bits, for a word of a job."""
-    bits: int = struct.unpack("<i", struct.pack("<f", number))[0]
-    return bits
-
-
 @lru_cache(maxsize=1)
 def _pool() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(thread_name_prefix="kvzip-press")
 
 
-def run_on_threads(compiled_worker: Callable, job: list[int], threads: int) -> None:
+def run_on_threads(compiled_worker: Any, job: Any, threads: int) -> None:
     """
     Run a :func:`worker` on ``threads`` threads, this one included, and wait for all.
 
     Parameters
     ----------
     compiled_worker : callable
-        What :func:`worker` made.
-    job : list[int]
-        Words of 64 bits; the worker is given their address.
+        What :func:`worker` made; it is given the job's address.
+    job : ctypes.Structure
+        Its first field is ``counters``, a :class:`Counters` with ``items`` set.
     threads : int
-        How many may run; fewer may, so the work must be taken from a common counter.
+        How many may run; fewer may, so each takes items, by :func:`take_item`, until none is left.
+
+    Raises
+    ------
+    RuntimeError
+        If an item was not done: compiled code raised in it, which the interpreter prints where it can't hand it on.
     """
-    words = array("q", job)
-    address = words.buffer_info()[0]
+    counters, address = job.counters, ctypes.addressof(job)
+    counters.started = counters.taken = counters.attended = counters.done = 0
     parallel = _parallel()
     if threads <= 1:
-        compiled_worker.ctypes(address)  # type: ignore[attr-defined]
+        compiled_worker.ctypes(address)
     elif parallel is not None:
-        parallel(compiled_worker.address, address, threads, 0)  # type: ignore[attr-defined]
+        parallel(compiled_worker.address, address, threads, 0)
     else:
-        function = compiled_worker.ctypes  # type: ignore[attr-defined]
-        others = [_pool().submit(function, address) for _ in range(threads - 1)]
-        function(address)
+        others = [_pool().submit(compiled_worker.ctypes, address) for _ in range(threads - 1)]
+        try:
+            compiled_worker.ctypes(address)
+        finally:
+            wait(others)  # the job's memory is theirs until they return
         for other in others:
             other.result()
+    if counters.done != counters.items:
+        raise RuntimeError(
+            f"{compiled_worker.__name__} finished {counters.done} of {counters.items} items: compiled code raised, "
+            "see the exception printed above"
+        )
