@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -13,50 +13,45 @@ triton = pytest.importorskip("triton", reason="the extra 'gpu' is not installed"
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("kernels are compiled in a process without TRITON_INTERPRET", allow_module_level=True)
 
+from triton_compile import Launch  # noqa: E402
+
 from kvzip_press.kernels.decode import triton as triton_decode  # noqa: E402
+from kvzip_press.kernels.options import ReplayOptions  # noqa: E402
 from kvzip_press.kernels.replay import triton as triton_replay  # noqa: E402
 from kvzip_press.kernels.replay import triton_scores  # noqa: E402
 from kvzip_press.kernels.storage.quantization import quantize_keys, quantize_values  # noqa: E402
 from kvzip_press.kernels.storage.segments import Segments  # noqa: E402
-from kvzip_press.kernels.triton_compile import Resources, _kind, compile_kernel  # noqa: E402
-from kvzip_press.kernels.triton_config import REPLAY_CONFIGS, decode_configs  # noqa: E402
+from kvzip_press.kernels.triton_config import launch_configs  # noqa: E402
 
 
-@dataclass(frozen=True)
-class Launch:
-    """A kernel, and what it was launched with."""
-
-    kernel: Any
-    arguments: dict[str, Any]
-    num_warps: int
-    num_stages: int
-
-    def compile(self, capability: int) -> Resources:
-        resources = compile_kernel(
-            self.kernel, self.arguments, capability=capability, num_warps=self.num_warps, num_stages=self.num_stages
-        )
-        print(f"{self.kernel.__name__}: {resources}")
-        return resources
-
-    @property
-    def specialization(self) -> dict[str, Any]:
-        """What is compiled anew when it changes: constants, and types with what is known of divisibility."""
-        arguments = {parameter.name: (parameter, self.arguments[parameter.name]) for parameter in self.kernel.params}
-        return {
-            name: value if parameter.is_constexpr else _kind(value, parameter)
-            for name, (parameter, value) in arguments.items()
-        }
+def table(kernel: str, *kinds: str) -> list[Any]:
+    """Entries of the table; those for 99 KiB of shared memory where they differ from A100's."""
+    entries = [entry for entry in launch_configs() if entry[0] == kernel and entry[1] in kinds]
+    of_a100 = {(*entry[:3], entry[4]) for entry in entries if entry[3] == 80}
+    return [
+        pytest.param(kind, head_dim, arch, config, id=f"{kind}-{head_dim}-{config.block_m}-{arch}")
+        for _, kind, head_dim, arch, config in entries
+        if arch != 86 or (kernel, kind, head_dim, config) not in of_a100
+    ]
 
 
 @pytest.fixture
 def launches(monkeypatch) -> list[Launch]:
-    """What the host wrappers launch is written down instead."""
+    """What the host wrappers launch is written down instead; each launch is made on the GPU of its tensors."""
     written: list[Launch] = []
+    entered: list[torch.Tensor] = []
 
-    def write(kernel, *arguments, grid, warmup, num_warps=4, num_stages=3, **constants):
-        names = (parameter.name for parameter in kernel.params)
-        written.append(Launch(kernel, dict(zip(names, arguments, strict=False)) | constants, num_warps, num_stages))
+    @contextmanager
+    def device_of(tensor):
+        entered.append(tensor)
+        yield
+        entered.pop()
 
+    def write(kernel, *arguments, grid, warmup, **keywords):
+        assert len(entered) == 1 and entered[0] is arguments[0]
+        written.append(Launch(kernel, arguments, keywords))
+
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
     monkeypatch.setattr(triton.JITFunction, "run", write)
     return written
 
@@ -73,7 +68,7 @@ def decode(
     tail_len: int = 48,
 ):
     """A decode step's launches as on a GPU: the tensors, among them a tail in its buffer, are only looked at."""
-    monkeypatch.setattr(triton_decode, "_check", lambda *_: None)
+    monkeypatch.setattr(triton_decode, "check_input", lambda *_: None)
     monkeypatch.setattr(triton_decode, "architecture", lambda _: arch)
     monkeypatch.setattr(triton_decode, "multiprocessors", lambda _: 108)
     dtype = torch.float32 if kind == "float32" else torch.bfloat16
@@ -96,28 +91,19 @@ def decode(
     )
 
 
-def table(kinds: tuple[str, ...]) -> list[Any]:
-    """Configurations of the decode kernel; those for 99 KiB of shared memory where they differ from A100's."""
-    configs = decode_configs()
-    return [
-        pytest.param(*key, id="-".join(map(str, key)))
-        for key, config in configs.items()
-        if key[0] in kinds and (key[3] != 86 or config != configs[(*key[:3], 80)])
-    ]
-
-
-@pytest.mark.parametrize("kind, head_dim, rows, arch", table(("float32", "16-bit", "int8", "int4")))
-def test_decode(kind, head_dim, rows, arch, launches, monkeypatch):
-    decode(monkeypatch, kind, head_dim, rows, arch)
+@pytest.mark.parametrize("kind, head_dim, arch, config", table("decode", "float32", "16-bit", "int8", "int4"))
+def test_decode(kind, head_dim, arch, config, launches, monkeypatch):
+    decode(monkeypatch, kind, head_dim, config.block_m, arch)
     resources = launches[0].compile(arch)
     assert resources.fits, resources
-    assert resources.blocks_per_sm >= decode_configs()[kind, head_dim, rows, arch].blocks_per_sm
+    assert resources.blocks_per_sm >= config.blocks_per_sm
+    assert (launches[0]["BLOCK_M"], launches[0]["BLOCK_N"]) == (config.block_m, config.block_n)
 
 
-@pytest.mark.parametrize("kind, head_dim, rows, arch", table(("float32", "16-bit")))
-def test_decode_with_a_masked_tail_and_softcap(kind, head_dim, rows, arch, launches, monkeypatch):
-    decode(monkeypatch, kind, head_dim, rows, arch, masked=True)
-    assert [launch.arguments["HAS_MASK"] for launch in launches[:-1]] == [False, True]
+@pytest.mark.parametrize("kind, head_dim, arch, config", table("decode", "float32", "16-bit"))
+def test_decode_with_a_masked_tail_and_softcap(kind, head_dim, arch, config, launches, monkeypatch):
+    decode(monkeypatch, kind, head_dim, config.block_m, arch, masked=True)
+    assert [launch["mask"] is not None for launch in launches[:-1]] == [False, True]
     resources = launches[1].compile(arch)
     assert resources.fits, resources
 
@@ -159,7 +145,6 @@ def replay(
     q_len: int = 300,
     context_len: int = 700,
     columns: tuple[int, int, int] = (5, 20, 640),
-    attention: bool = True,
     weighted: bool = False,
     **options: Any,
 ):
@@ -173,41 +158,29 @@ def replay(
     own = torch.zeros(1, q_len, 2, head_dim, dtype=dtype).transpose(1, 2)
     context = torch.zeros(1, 2, context_len + 100, head_dim, dtype=dtype)[:, :, :context_len]
     anchor, start, end = columns
-    options |= {"anchor": anchor, "start": start, "end": end, "softmax_scale": 0.1}
     if weighted:
         options |= {"row_weight": torch.ones(1, q_len), "column_weight": torch.ones(1, 2, group, end - start)}
-    if attention:
-        triton_replay.replay_attention(query, own, own, context, context, local=False, **options)
-    else:
-        triton_replay.replay_scores(query, own, context, **options)
+    asked = ReplayOptions(anchor=anchor, start=start, end=end, local=False, softmax_scale=0.1, **options)
+    triton_replay.replay_attention(query, own, own, context, context, asked)
 
 
-# Those for 99 KiB of shared memory where they differ from A100's
-REPLAY_TABLE = [
-    pytest.param(*key, id="-".join(map(str, key)))
-    for key, config in REPLAY_CONFIGS.items()
-    if key[3] != 86 or config != REPLAY_CONFIGS[(*key[:3], 80)]
-]
-REPLAY_ATTENTION = [entry for entry in REPLAY_TABLE if entry.values[0] == "attention"]
-REPLAY_SCORES = [entry for entry in REPLAY_TABLE if entry.values[0] == "scores"]
 EVERYTHING = {"softcap": 30.0, "window": 500}
 
 
-@pytest.mark.parametrize("kernel, kind, head_dim, arch", REPLAY_ATTENTION)
-def test_replay_attention(kernel, kind, head_dim, arch, launches, monkeypatch):
-    """Plain, with a soft-cap and a window, and the log-sum-exp alone."""
+@pytest.mark.parametrize("kind, head_dim, arch, config", table("attention", "float32", "16-bit"))
+def test_replay_attention(kind, head_dim, arch, config, launches, monkeypatch):
+    """Plain, and with a soft-cap and a window."""
     replay(monkeypatch, kind, head_dim, arch)
     replay(monkeypatch, kind, head_dim, arch, **EVERYTHING)
-    replay(monkeypatch, kind, head_dim, arch, attention=False)
     for launch in launches[::2]:
         assert launch.kernel is triton_replay.attention_kernel
         resources = launch.compile(arch)
         assert resources.fits, resources
-        assert resources.blocks_per_sm >= REPLAY_CONFIGS[kernel, kind, head_dim, arch].blocks_per_sm
+        assert resources.blocks_per_sm >= config.blocks_per_sm
 
 
-@pytest.mark.parametrize("kernel, kind, head_dim, arch", REPLAY_SCORES)
-def test_replay_scores(kernel, kind, head_dim, arch, launches, monkeypatch):
+@pytest.mark.parametrize("kind, head_dim, arch, config", table("scores", "float32", "16-bit"))
+def test_replay_scores(kind, head_dim, arch, config, launches, monkeypatch):
     """The reductions that models and presses use most, and one with all there is."""
     replay(monkeypatch, kind, head_dim, arch, reduction="max")
     replay(monkeypatch, kind, head_dim, arch, reduction="logit")
@@ -216,8 +189,8 @@ def test_replay_scores(kernel, kind, head_dim, arch, launches, monkeypatch):
         assert launch.kernel is triton_scores.scores_kernel
         resources = launch.compile(arch)
         assert resources.fits, resources
-        if not launch.arguments["HAS_WINDOW"]:
-            assert resources.blocks_per_sm >= REPLAY_CONFIGS[kernel, kind, head_dim, arch].blocks_per_sm
+        if not launch["SHAPE"].has_window:
+            assert resources.blocks_per_sm >= config.blocks_per_sm
 
 
 @pytest.mark.parametrize("arch", [80, 90])
@@ -256,6 +229,3 @@ def test_replay_is_not_compiled_again_for_another_length(launches, monkeypatch):
 def test_replay_takes_few_launches(launches, monkeypatch):
     replay(monkeypatch, "16-bit", 128, 90)
     assert [launch.kernel for launch in launches] == [triton_replay.attention_kernel, triton_scores.scores_kernel]
-    launches.clear()
-    replay(monkeypatch, "16-bit", 128, 90, attention=False, reduction="logit")
-    assert [launch.kernel for launch in launches] == [triton_scores.scores_kernel]

@@ -15,7 +15,7 @@ import torch
 from kvzip_press.kernels.decode import triton as triton_decode
 from kvzip_press.kernels.storage.quantization import QuantizedKeys, QuantizedValues, quantize_keys, quantize_values
 from kvzip_press.kernels.storage.segments import Segments
-from kvzip_press.kernels.triton_config import INTERPRETED, DecodeConfig, decode_config
+from kvzip_press.kernels.triton_config import INTERPRETED, LaunchConfig, launch_config
 
 assert INTERPRETED
 
@@ -112,7 +112,6 @@ def check(
     value_bits: int | None = None,
     key_size: torch.Tensor | float = 1.0,
     value_size: float = 1.0,
-    config: DecodeConfig | None = None,
     twice: bool = False,
 ) -> torch.Tensor:
     """
@@ -141,7 +140,7 @@ def check(
         packed = quantized(key, value, segments, BITS[kind], value_bits or BITS[kind])
         key, value = packed[0].dequantize(segments), packed[1].dequantize()
     scale = head_dim**-0.5
-    call = {"softmax_scale": scale, "softcap": softcap, "tail": tail, "tail_mask": mask, "config": config}
+    call = {"softmax_scale": scale, "softcap": softcap, "tail": tail, "tail_mask": mask}
     out, lse = triton_decode.decode_attention(query, *packed, segments, **call)
     if twice:
         again, lse_again = triton_decode.decode_attention(query, *packed, segments, **call)
@@ -183,9 +182,10 @@ def test_groups_and_questions_before_a_causal_tail(kind, group, q_len):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_long_question_takes_several_row_tiles(kind):
-    config = None if kind in BITS else DecodeConfig(block_m=16, block_n=32, num_warps=4, num_stages=1, blocks_per_sm=2)
-    check(kind, [65], group=2, q_len=70, tail_len=70, mask=causal(70, 70), head_dim=32, config=config)
+def test_a_long_question_takes_several_row_tiles(kind, monkeypatch):
+    if kind not in BITS:
+        monkeypatch.setattr(triton_decode, "launch_config", lambda *_: LaunchConfig(16, 32, 4, 1, 2))
+    check(kind, [65], group=2, q_len=70, tail_len=70, mask=causal(70, 70), head_dim=32)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -251,8 +251,8 @@ def test_channels_of_very_different_size(kind):
 def test_many_items_of_a_segment(kind, monkeypatch):
     """More partial results than the usual form of the combination takes at a time."""
     monkeypatch.setattr(triton_decode, "_MIN_ITEM", 64)
-    config = decode_config("16-bit" if kind in ("float16", "bfloat16") else kind, 64, 1, 90)
-    check(kind, [1100, 3], group=1, head_dim=32, config=replace(config, blocks_per_sm=30))
+    monkeypatch.setattr(triton_decode, "launch_config", lambda *of: replace(launch_config(*of), blocks_per_sm=30))
+    check(kind, [1100, 3], group=1, head_dim=32)
 
 
 def test_queries_and_pairs_of_any_stride():
