@@ -37,7 +37,7 @@ def table(kernel: str, *kinds: str) -> list[Any]:
 
 @pytest.fixture
 def launches(monkeypatch) -> list[Launch]:
-    """What the host wrappers launch is written down instead; each launch is made on the GPU of its tensors."""
+    """What the host wrappers launch is written down instead, and whether within a guard of the output's device."""
     written: list[Launch] = []
     entered: list[torch.Tensor] = []
 
@@ -48,8 +48,7 @@ def launches(monkeypatch) -> list[Launch]:
         entered.pop()
 
     def write(kernel, *arguments, grid, warmup, **keywords):
-        assert len(entered) == 1 and entered[0] is arguments[0]
-        written.append(Launch(kernel, arguments, keywords))
+        written.append(Launch(kernel, arguments, keywords, guarded=any(tensor is arguments[0] for tensor in entered)))
 
     monkeypatch.setattr(torch.cuda, "device_of", device_of)
     monkeypatch.setattr(triton.JITFunction, "run", write)
@@ -127,12 +126,6 @@ def test_decode_is_not_compiled_again_as_the_tail_grows(kind, masked, launches, 
         kinds.append([launch.specialization for launch in launches])
         launches.clear()
     assert all(kind == kinds[0] for kind in kinds)
-
-
-@pytest.mark.parametrize("kind, count", [("16-bit", 2), ("int4", 3)])
-def test_a_decode_step_takes_few_launches(kind, count, launches, monkeypatch):
-    decode(monkeypatch, kind, 128, 4, 90)
-    assert len(launches) == count
 
 
 def replay(
@@ -226,6 +219,12 @@ def test_replay_is_not_compiled_again_for_another_length(launches, monkeypatch):
     assert all(kind == kinds[0] for kind in kinds)
 
 
-def test_replay_takes_few_launches(launches, monkeypatch):
+def test_launches_are_few_and_on_the_gpu_of_their_tensors(launches, monkeypatch):
+    """Triton launches on the current GPU, which is another where a model's layers are on several."""
+    decode(monkeypatch, "16-bit", 128, 4, 90)
+    decode(monkeypatch, "int4", 128, 4, 90)
     replay(monkeypatch, "16-bit", 128, 90)
-    assert [launch.kernel for launch in launches] == [triton_replay.attention_kernel, triton_scores.scores_kernel]
+    plain, quantized, combine = "_attend_kernel", "_attend_quantized_kernel", "_combine_kernel"
+    names = [plain, combine, quantized, plain, combine, "attention_kernel", "scores_kernel"]
+    assert [launch.kernel.__name__ for launch in launches] == names
+    assert all(launch.guarded for launch in launches)

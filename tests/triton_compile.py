@@ -30,34 +30,15 @@ _LIMITS = {
 
 @dataclass(frozen=True)
 class Resources:
-    """
-    What one compiled kernel needs.
-
-    Parameters
-    ----------
-    capability : int
-        Compute capability it was compiled for: 80, 86 or 90.
-    num_warps : int
-        Warps of a block.
-    registers : int
-        32-bit registers of a thread.
-    stack : int
-        Bytes of stack of a thread: above 0, registers were spilled or an array is indexed at run time.
-    local_accesses : int
-        Loads from and stores to local memory (LDL, STL) in the machine code.
-    shared : int
-        Bytes of shared memory of a block.
-    sass : str
-        The machine code.
-    """
+    """What one compiled kernel needs."""
 
     capability: int
     num_warps: int
-    registers: int
-    stack: int
-    local_accesses: int
-    shared: int
-    sass: str
+    registers: int  # of 32 bits, of a thread
+    stack: int  # bytes of a thread: above 0, registers were spilled or an array is indexed at run time
+    local_accesses: int  # loads from and stores to local memory (LDL, STL) in the machine code
+    shared: int  # bytes of shared memory of a block
+    sass: str  # the machine code
 
     @property
     def fits(self) -> bool:
@@ -123,6 +104,7 @@ class Launch:
     kernel: Any
     arguments: tuple[Any, ...]
     keywords: dict[str, Any]
+    guarded: bool  # whether its device was made the current one
 
     def __getitem__(self, name: str) -> Any:
         """An argument by its name."""

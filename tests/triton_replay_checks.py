@@ -1,16 +1,16 @@
 """
 Results of the Triton replay kernels, in Triton's interpreter.
 
-Run by ``test_triton_replay.py`` in a process of its own, with ``TRITON_INTERPRET=1``.
+Run by ``test_triton_kernels.py`` in a process of its own, with ``TRITON_INTERPRET=1``.
 """
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
 import torch
+from attention_oracle import randn
 
 from kvzip_press.kernels.options import REDUCTIONS, ReplayOptions
 from kvzip_press.kernels.replay import triton as triton_replay
@@ -54,10 +54,6 @@ def blocks_of_the_table(monkeypatch, small_blocks):
         monkeypatch.setattr(module, "launch_config", launch_config)
 
 
-def randn(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
-
-
 def rand(*shape: int, seed: int) -> torch.Tensor:
     return torch.rand(shape, generator=torch.Generator().manual_seed(seed))
 
@@ -98,42 +94,35 @@ def make(
     return [place(tensor) for place, tensor in zip([by_tokens] * 3 + [surrounded] * 2, tensors, strict=True)]
 
 
-def by_head(
+def written_out(
     tensors: list[torch.Tensor], options: ReplayOptions, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and scores, head by head from the whole matrix, in ``dtype`` throughout."""
+    """Output and scores from the whole matrix, in ``dtype`` throughout."""
     query, own_key, own_value, context_key, context_value = (tensor.to(dtype) for tensor in tensors)
-    (batch_size, num_heads, q_len, _), (_, num_kv_heads, context_len, _) = query.shape, context_key.shape
-    group, chunk = num_heads // num_kv_heads, slice(options.start, options.end)
+    num_kv_heads, context_len, q_len = *context_key.shape[1:3], query.shape[2]
+    group = query.shape[1] // num_kv_heads
+    key = torch.cat([context_key, own_key], 2).repeat_interleave(group, 1)
+    value = torch.cat([context_value, own_value], 2).repeat_interleave(group, 1)
     logit, maximum = options.reduction == "logit", options.reduction in ("max", "logit")
     position, column = torch.arange(q_len)[:, None] + context_len, torch.arange(context_len + q_len)[None]
     seen = (column <= position) & (column > position - (options.window or context_len + q_len))
     in_chunk = (options.start <= column) & (column < options.end)
     normalized = seen & ((column < options.anchor) | in_chunk | (column >= context_len))
-    out, scores = [], []
-    for row, head in itertools.product(range(batch_size), range(num_heads)):
-        kv_head = head // group
-        key = torch.cat([context_key[row, kv_head], own_key[row, kv_head]])
-        value = torch.cat([context_value[row, kv_head], own_value[row, kv_head]])
-        logits = query[row, head] @ key.T * options.softmax_scale
-        if options.softcap is not None:
-            logits = options.softcap * torch.tanh(logits / options.softcap)
-        out.append(logits.where(normalized if options.local else seen, -torch.inf).softmax(-1) @ value)
-        given = logits if logit else logits.where(normalized, -torch.inf).softmax(-1)
-        if options.row_weight is not None:
-            given = given * options.row_weight[row].to(dtype)[:, None]
-        given = given.where(seen, -torch.inf if logit else 0)[:, chunk]
-        factor = 1 if options.column_weight is None else options.column_weight[row, kv_head, head % group].to(dtype)
-        if maximum:
-            given = given.amax(0)
-            scores.append(given.where(given == -torch.inf, given * factor))
-        elif options.reduction == "sum":
-            scores.append(given.sum(0) * factor)
-        else:
-            scores.append((given * factor).square().sum(0))
-    by_group = torch.stack(scores).view(batch_size, num_kv_heads, group, -1)
-    by_group = by_group.amax(2) if maximum else by_group.sum(2)
-    return torch.stack(out).view(batch_size, num_heads, q_len, -1), by_group
+    logits = query @ key.mT * options.softmax_scale
+    if options.softcap is not None:
+        logits = options.softcap * torch.tanh(logits / options.softcap)
+    out = logits.where(normalized if options.local else seen, -torch.inf).softmax(-1) @ value
+    given = logits if logit else logits.where(normalized, -torch.inf).softmax(-1)
+    if options.row_weight is not None:
+        given = given * options.row_weight.to(dtype)[:, None, :, None]
+    given = given.where(seen, -torch.inf if logit else 0)[..., options.start : options.end]
+    if options.column_weight is not None:
+        weighted = given * options.column_weight.to(dtype).flatten(1, 2)[:, :, None]
+        given = given.where(given == -torch.inf, weighted)
+    if options.reduction == "sum_of_squares":
+        given = given.square()
+    by_group = given.unflatten(1, (num_kv_heads, group)).flatten(2, 3)
+    return out, by_group.amax(2) if maximum else by_group.sum(2)
 
 
 def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
@@ -145,22 +134,25 @@ def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return float(difference.max()) if len(difference.flatten()) else 0.0
 
 
-def replay(tensors: list[torch.Tensor], **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    scale = tensors[0].shape[-1] ** -0.5
-    return triton_replay.replay_attention(*tensors, ReplayOptions(**{"softmax_scale": scale, "local": True} | options))
+def asked(tensors: list[torch.Tensor], **options: Any) -> ReplayOptions:
+    return ReplayOptions(**{"softmax_scale": tensors[0].shape[-1] ** -0.5, "local": True} | options)
 
 
 def check(tensors: list[torch.Tensor], **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """The result against float64: no further off than twice a computation in the tensors' own type."""
-    out, scores = replay(tensors, **options)
+    given = asked(tensors, **options)
+    out, scores = triton_replay.replay_attention(*tensors, given)
     assert out.dtype == scores.dtype == torch.float32
-    asked = ReplayOptions(**{"softmax_scale": tensors[0].shape[-1] ** -0.5, "local": True} | options)
-    expected = by_head(tensors, asked, torch.float64)
-    eager = by_head(tensors, asked, tensors[0].dtype)
+    expected = written_out(tensors, given, torch.float64)
+    eager = written_out(tensors, given, tensors[0].dtype)
     for actual, exact, low in zip((out, scores), expected, eager, strict=True):
         # A softmax weight in another order of summation moves the last bit: nothing is asked below float32's own
-        assert error(actual, exact) <= 2 * error(low, exact) + 1e-6 * max(1.0, asked.softcap or 1.0)
+        assert error(actual, exact) <= 2 * error(low, exact) + 1e-6 * max(1.0, given.softcap or 1.0)
     return out, scores
+
+
+def replay(tensors: list[torch.Tensor], **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return triton_replay.replay_attention(*tensors, asked(tensors, **options))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
