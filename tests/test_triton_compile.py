@@ -38,8 +38,7 @@ def table(kernel: str, *kinds: str) -> list[Any]:
 @pytest.fixture
 def launches(monkeypatch) -> list[Launch]:
     """What the host wrappers launch is written down instead, and whether within a guard of the output's device."""
-    written: list[Launch] = []
-    entered: list[torch.Tensor] = []
+    written, entered = [], []
 
     @contextmanager
     def device_of(tensor):
@@ -55,17 +54,7 @@ def launches(monkeypatch) -> list[Launch]:
     return written
 
 
-def decode(
-    monkeypatch,
-    kind: str,
-    head_dim: int,
-    rows: int,
-    arch: int,
-    *,
-    masked: bool = False,
-    context: int = 500,
-    tail_len: int = 48,
-):
+def decode(monkeypatch, kind, head_dim, rows, arch, *, masked=False, context=500, tail_len=48):
     """A decode step's launches as on a GPU: the tensors, among them a tail in its buffer, are only looked at."""
     monkeypatch.setattr(triton_decode, "check_input", lambda *_: None)
     monkeypatch.setattr(triton_decode, "architecture", lambda _: arch)
@@ -78,16 +67,8 @@ def decode(
     query = torch.zeros(1, 2 * rows, 1, head_dim, dtype=dtype)
     tail = torch.zeros(1, 2, 64, head_dim, dtype=dtype)[:, :, :tail_len]
     mask = torch.ones(1, 1, 1, 99, dtype=torch.bool)[..., -tail_len:] if masked else None
-    triton_decode.decode_attention(
-        query,
-        key,
-        value,
-        segments,
-        softmax_scale=1.0,
-        softcap=30.0 if masked else None,
-        tail=(tail, tail),
-        tail_mask=mask,
-    )
+    options = {"softcap": 30.0 if masked else None, "tail": (tail, tail), "tail_mask": mask}
+    triton_decode.decode_attention(query, key, value, segments, softmax_scale=1.0, **options)
 
 
 @pytest.mark.parametrize("kind, head_dim, arch, config", table("decode", "float32", "16-bit", "int8", "int4"))
@@ -128,19 +109,7 @@ def test_decode_is_not_compiled_again_as_the_tail_grows(kind, masked, launches, 
     assert all(kind == kinds[0] for kind in kinds)
 
 
-def replay(
-    monkeypatch,
-    kind: str,
-    head_dim: int,
-    arch: int,
-    *,
-    group: int = 4,
-    q_len: int = 300,
-    context_len: int = 700,
-    columns: tuple[int, int, int] = (5, 20, 640),
-    weighted: bool = False,
-    **options: Any,
-):
+def replay(monkeypatch, kind, head_dim, arch, *, group=4, q_len=300, context_len=700, columns=(5, 20, 640), **options):
     """The launches of a replayed layer as on a GPU: the tensors, laid out as in a model, are only looked at."""
     for module in (triton_replay, triton_scores):
         monkeypatch.setattr(module, "architecture", lambda _: arch)
@@ -151,7 +120,7 @@ def replay(
     own = torch.zeros(1, q_len, 2, head_dim, dtype=dtype).transpose(1, 2)
     context = torch.zeros(1, 2, context_len + 100, head_dim, dtype=dtype)[:, :, :context_len]
     anchor, start, end = columns
-    if weighted:
+    if options.pop("weighted", False):
         options |= {"row_weight": torch.ones(1, q_len), "column_weight": torch.ones(1, 2, group, end - start)}
     asked = ReplayOptions(anchor=anchor, start=start, end=end, local=False, softmax_scale=0.1, **options)
     triton_replay.replay_attention(query, own, own, context, context, asked)
@@ -224,7 +193,7 @@ def test_launches_are_few_and_on_the_gpu_of_their_tensors(launches, monkeypatch)
     decode(monkeypatch, "16-bit", 128, 4, 90)
     decode(monkeypatch, "int4", 128, 4, 90)
     replay(monkeypatch, "16-bit", 128, 90)
-    plain, quantized, combine = "_attend_kernel", "_attend_quantized_kernel", "_combine_kernel"
-    names = [plain, combine, quantized, plain, combine, "attention_kernel", "scores_kernel"]
+    decoded = ["_attend_kernel", "_combine_kernel"]
+    names = [*decoded, "_attend_quantized_kernel", *decoded, "attention_kernel", "scores_kernel"]
     assert [launch.kernel.__name__ for launch in launches] == names
     assert all(launch.guarded for launch in launches)

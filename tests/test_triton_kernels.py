@@ -89,8 +89,8 @@ def test_work_lists_of_uneven_heads_are_even(limit):
 def test_work_lists_are_made_once():
     """A decode step finds the list of the step before."""
     segments = Segments(torch.tensor([0, 500]))
-    choice = {"step": KEY_BLOCK, "limit": 4, "min_length": 128}
-    assert work_list(segments, CPU, **choice) is work_list(segments, CPU, **choice)
+    first, second = (work_list(segments, CPU, step=KEY_BLOCK, limit=4, min_length=128) for _ in range(2))
+    assert first is second
 
 
 def run_assembly(text: str, inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -140,8 +140,7 @@ def run_assembly(text: str, inputs: dict[str, np.ndarray]) -> dict[str, np.ndarr
 def test_codes_become_numbers(bits, of_keys):
     """The interpreter runs no assembly: here it is run on every possible unit, in both halves of a word."""
     codes = pytest.importorskip("kvzip_press.kernels.decode.triton_codes", reason="the extra 'gpu' is not installed")
-    name = f"{'KEY' if of_keys else 'VALUE'}_CODES_{bits}"
-    parts = 16 // bits
+    name, parts = f"{'KEY' if of_keys else 'VALUE'}_CODES_{bits}", 16 // bits
     units = np.arange(1 << 16, dtype=np.uint32), np.arange(1 << 16, dtype=np.uint32)[::-1]
     registers = run_assembly(getattr(codes, name).value, {f"${parts}": units[0] | units[1] << 16})
     for part in range(parts):

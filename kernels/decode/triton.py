@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
 import triton
@@ -150,19 +151,21 @@ def decode_attention(
 
     num_rows = query.shape[0] * query.shape[1] // len(segments) * query.shape[2]
     arch, kind = architecture(query.device), kind_of(torch.promote_types(query.dtype, packed_key.dtype))
-    plain_config = config = launch_config("decode", kind, wide, arch, num_rows)
-    if isinstance(packed_key, QuantizedKeys):
-        kind = "int8" if 8 in (packed_key.bits, packed_value.bits) else "int4"
-        config = launch_config("decode", kind, wide, arch, num_rows)
-    split = _split(segments, query, value_dim, tail_len, softmax_scale, softcap, config)
-    if isinstance(packed_key, QuantizedKeys):
-        attend_quantized(query, packed_key, packed_value, split, config)
-        packed = None
-    else:
+    plain_config = launch_config("decode", kind, wide, arch, num_rows)
+    split_for = partial(_split, segments, query, value_dim, tail_len, softmax_scale, softcap)
+    packed = None
+    if isinstance(packed_key, torch.Tensor) and isinstance(packed_value, torch.Tensor):
+        split = split_for(plain_config)
         packed = (_unit_last_stride(packed_key), _unit_last_stride(packed_value))
         if tail_mask is not None:
-            attend(query, packed, None, None, split, config)
+            attend(query, packed, None, None, split, plain_config)
             packed = None
+    else:
+        assert isinstance(packed_key, QuantizedKeys) and isinstance(packed_value, QuantizedValues)
+        kind = "int8" if 8 in (packed_key.bits, packed_value.bits) else "int4"
+        config = launch_config("decode", kind, wide, arch, num_rows)
+        split = split_for(config)
+        attend_quantized(query, packed_key, packed_value, split, config)
     if packed is not None or tail is not None:
         attend(query, packed, tail, tail_mask, split, plain_config)
     return _combine(split, query, value_dim)

@@ -54,7 +54,8 @@ def block_dim(head_dim: int) -> int:
 
 def strided(tensor: torch.Tensor) -> Strided:
     """A tensor as the kernels of the replay take it; they are compiled for the distance of its tokens."""
-    return Strided(tensor, *tensor.stride()[:2], tl.constexpr(tensor.stride(2)))
+    batch, head, token, _ = tensor.stride()
+    return Strided(tensor, batch, head, tl.constexpr(token))
 
 
 @triton.jit
