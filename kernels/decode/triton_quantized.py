@@ -116,16 +116,6 @@ def _scale_weights(weights, scales, minima, old, decay, BITS: tl.constexpr, UPCA
 
 
 @triton.jit
-def _group(column, part, GROUPS: tl.constexpr, BITS: tl.constexpr):
-    """
-    The group of values that a part of a column of units lies in.
-
-    Columns are cut so that each part lies in one group; in 4 bits, odd parts lie half of the groups further.
-    """
-    return column + (part % 2 * (GROUPS // 2) if BITS == 4 else 0)
-
-
-@triton.jit
 def _add_values(
     acc,  # by columns and parts: [BLOCK_VALUE_U, BLOCK_M]
     decay,
@@ -139,6 +129,7 @@ def _add_values(
 ):
     """Products of a tile's values with the weights of its keys, added to what decays of the tiles before."""
     PARTS: tl.constexpr = 16 // BITS
+    GROUPS: tl.constexpr = len(weights)
     new = ()
     for column in tl.static_range(len(acc) // PARTS):
         units = column * BLOCK_VALUE_U + tl.arange(0, BLOCK_VALUE_U)
@@ -146,7 +137,7 @@ def _add_values(
         v = tl.load(rows[None, :] + units[:, None], mask=in_values, other=0)  # [BLOCK_VALUE_U, BLOCK_N]
         codes = value_codes(v, BITS, UPCAST)
         for part in tl.static_range(PARTS):
-            of_group = weights[_group(column, part, len(weights), BITS)]
+            of_group = weights[column + (part % 2 * (GROUPS // 2) if BITS == 4 else 0)]
             new = new + (dot(codes[part], of_group, acc[column * PARTS + part] * decay, UPCAST),)
     return new
 
@@ -185,6 +176,7 @@ def _attend_quantized_kernel(
     VALUE_PARTS: tl.constexpr = 16 // VALUE_BITS
     KEY_UNITS: tl.constexpr = D * KEY_BITS // 16
     VALUE_UNITS: tl.constexpr = VALUE_D * VALUE_BITS // 16
+    # Columns of units whose parts each lie in one group; in 4 bits, odd parts lie GROUPS // 2 groups further
     COLUMNS: tl.constexpr = GROUPS if VALUE_BITS == 8 else (GROUPS + 1) // 2
 
     program = tl.program_id(0)
@@ -264,7 +256,7 @@ def _attend_quantized_kernel(
     for column in tl.static_range(COLUMNS):
         in_column = column * BLOCK_VALUE_U + value_units
         for part in tl.static_range(VALUE_PARTS):
-            of_group = minima[_group(column, part, GROUPS, VALUE_BITS)]
+            of_group = minima[column + (part % 2 * (GROUPS // 2) if VALUE_BITS == 4 else 0)]
             tl.store(
                 partial + out_rows[None, :] * VALUE_D + channels(in_column, part, VALUE_D, VALUE_BITS)[:, None],
                 (acc[column * VALUE_PARTS + part] + tl.sum(of_group, 0)[None, :]) / sums[None, :],
