@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -13,67 +13,50 @@ triton = pytest.importorskip("triton", reason="the extra 'gpu' is not installed"
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("kernels are compiled in a process without TRITON_INTERPRET", allow_module_level=True)
 
+from triton_compile import Launch  # noqa: E402
+
 from kvzip_press.kernels.decode import triton as triton_decode  # noqa: E402
+from kvzip_press.kernels.options import ReplayOptions  # noqa: E402
 from kvzip_press.kernels.replay import triton as triton_replay  # noqa: E402
 from kvzip_press.kernels.replay import triton_scores  # noqa: E402
 from kvzip_press.kernels.storage.quantization import quantize_keys, quantize_values  # noqa: E402
 from kvzip_press.kernels.storage.segments import Segments  # noqa: E402
-from kvzip_press.kernels.triton_compile import Resources, _kind, compile_kernel  # noqa: E402
-from kvzip_press.kernels.triton_config import REPLAY_CONFIGS, decode_configs  # noqa: E402
+from kvzip_press.kernels.triton_config import launch_configs  # noqa: E402
 
 
-@dataclass(frozen=True)
-class Launch:
-    """A kernel, and what it was launched with."""
-
-    kernel: Any
-    arguments: dict[str, Any]
-    num_warps: int
-    num_stages: int
-
-    def compile(self, capability: int) -> Resources:
-        resources = compile_kernel(
-            self.kernel, self.arguments, capability=capability, num_warps=self.num_warps, num_stages=self.num_stages
-        )
-        print(f"{self.kernel.__name__}: {resources}")
-        return resources
-
-    @property
-    def specialization(self) -> dict[str, Any]:
-        """What is compiled anew when it changes: constants, and types with what is known of divisibility."""
-        arguments = {parameter.name: (parameter, self.arguments[parameter.name]) for parameter in self.kernel.params}
-        return {
-            name: value if parameter.is_constexpr else _kind(value, parameter)
-            for name, (parameter, value) in arguments.items()
-        }
+def table(kernel: str, *kinds: str) -> list[Any]:
+    """Entries of the table; those for 99 KiB of shared memory where they differ from A100's."""
+    entries = [entry for entry in launch_configs() if entry[0] == kernel and entry[1] in kinds]
+    of_a100 = {(*entry[:3], entry[4]) for entry in entries if entry[3] == 80}
+    return [
+        pytest.param(kind, head_dim, arch, config, id=f"{kind}-{head_dim}-{config.block_m}-{arch}")
+        for _, kind, head_dim, arch, config in entries
+        if arch != 86 or (kernel, kind, head_dim, config) not in of_a100
+    ]
 
 
 @pytest.fixture
 def launches(monkeypatch) -> list[Launch]:
-    """What the host wrappers launch is written down instead."""
-    written: list[Launch] = []
+    """What the host wrappers launch is written down instead, and whether within a guard of the output's device."""
+    written, entered = [], []
 
-    def write(kernel, *arguments, grid, warmup, num_warps=4, num_stages=3, **constants):
-        names = (parameter.name for parameter in kernel.params)
-        written.append(Launch(kernel, dict(zip(names, arguments, strict=False)) | constants, num_warps, num_stages))
+    @contextmanager
+    def device_of(tensor):
+        entered.append(tensor)
+        yield
+        entered.pop()
 
+    def write(kernel, *arguments, grid, warmup, **keywords):
+        written.append(Launch(kernel, arguments, keywords, guarded=any(tensor is arguments[0] for tensor in entered)))
+
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
     monkeypatch.setattr(triton.JITFunction, "run", write)
     return written
 
 
-def decode(
-    monkeypatch,
-    kind: str,
-    head_dim: int,
-    rows: int,
-    arch: int,
-    *,
-    masked: bool = False,
-    context: int = 500,
-    tail_len: int = 48,
-):
+def decode(monkeypatch, kind, head_dim, rows, arch, *, masked=False, context=500, tail_len=48):
     """A decode step's launches as on a GPU: the tensors, among them a tail in its buffer, are only looked at."""
-    monkeypatch.setattr(triton_decode, "_check", lambda *_: None)
+    monkeypatch.setattr(triton_decode, "check_input", lambda *_: None)
     monkeypatch.setattr(triton_decode, "architecture", lambda _: arch)
     monkeypatch.setattr(triton_decode, "multiprocessors", lambda _: 108)
     dtype = torch.float32 if kind == "float32" else torch.bfloat16
@@ -84,40 +67,23 @@ def decode(
     query = torch.zeros(1, 2 * rows, 1, head_dim, dtype=dtype)
     tail = torch.zeros(1, 2, 64, head_dim, dtype=dtype)[:, :, :tail_len]
     mask = torch.ones(1, 1, 1, 99, dtype=torch.bool)[..., -tail_len:] if masked else None
-    triton_decode.decode_attention(
-        query,
-        key,
-        value,
-        segments,
-        softmax_scale=1.0,
-        softcap=30.0 if masked else None,
-        tail=(tail, tail),
-        tail_mask=mask,
-    )
+    options = {"softcap": 30.0 if masked else None, "tail": (tail, tail), "tail_mask": mask}
+    triton_decode.decode_attention(query, key, value, segments, softmax_scale=1.0, **options)
 
 
-def table(kinds: tuple[str, ...]) -> list[Any]:
-    """Configurations of the decode kernel; those for 99 KiB of shared memory where they differ from A100's."""
-    configs = decode_configs()
-    return [
-        pytest.param(*key, id="-".join(map(str, key)))
-        for key, config in configs.items()
-        if key[0] in kinds and (key[3] != 86 or config != configs[(*key[:3], 80)])
-    ]
-
-
-@pytest.mark.parametrize("kind, head_dim, rows, arch", table(("float32", "16-bit", "int8", "int4")))
-def test_decode(kind, head_dim, rows, arch, launches, monkeypatch):
-    decode(monkeypatch, kind, head_dim, rows, arch)
+@pytest.mark.parametrize("kind, head_dim, arch, config", table("decode", "float32", "16-bit", "int8", "int4"))
+def test_decode(kind, head_dim, arch, config, launches, monkeypatch):
+    decode(monkeypatch, kind, head_dim, config.block_m, arch)
     resources = launches[0].compile(arch)
     assert resources.fits, resources
-    assert resources.blocks_per_sm >= decode_configs()[kind, head_dim, rows, arch].blocks_per_sm
+    assert resources.blocks_per_sm >= config.blocks_per_sm
+    assert (launches[0]["BLOCK_M"], launches[0]["BLOCK_N"]) == (config.block_m, config.block_n)
 
 
-@pytest.mark.parametrize("kind, head_dim, rows, arch", table(("float32", "16-bit")))
-def test_decode_with_a_masked_tail_and_softcap(kind, head_dim, rows, arch, launches, monkeypatch):
-    decode(monkeypatch, kind, head_dim, rows, arch, masked=True)
-    assert [launch.arguments["HAS_MASK"] for launch in launches[:-1]] == [False, True]
+@pytest.mark.parametrize("kind, head_dim, arch, config", table("decode", "float32", "16-bit"))
+def test_decode_with_a_masked_tail_and_softcap(kind, head_dim, arch, config, launches, monkeypatch):
+    decode(monkeypatch, kind, head_dim, config.block_m, arch, masked=True)
+    assert [launch["mask"] is not None for launch in launches[:-1]] == [False, True]
     resources = launches[1].compile(arch)
     assert resources.fits, resources
 
@@ -143,26 +109,7 @@ def test_decode_is_not_compiled_again_as_the_tail_grows(kind, masked, launches, 
     assert all(kind == kinds[0] for kind in kinds)
 
 
-@pytest.mark.parametrize("kind, count", [("16-bit", 2), ("int4", 3)])
-def test_a_decode_step_takes_few_launches(kind, count, launches, monkeypatch):
-    decode(monkeypatch, kind, 128, 4, 90)
-    assert len(launches) == count
-
-
-def replay(
-    monkeypatch,
-    kind: str,
-    head_dim: int,
-    arch: int,
-    *,
-    group: int = 4,
-    q_len: int = 300,
-    context_len: int = 700,
-    columns: tuple[int, int, int] = (5, 20, 640),
-    attention: bool = True,
-    weighted: bool = False,
-    **options: Any,
-):
+def replay(monkeypatch, kind, head_dim, arch, *, group=4, q_len=300, context_len=700, columns=(5, 20, 640), **options):
     """The launches of a replayed layer as on a GPU: the tensors, laid out as in a model, are only looked at."""
     for module in (triton_replay, triton_scores):
         monkeypatch.setattr(module, "architecture", lambda _: arch)
@@ -173,41 +120,29 @@ def replay(
     own = torch.zeros(1, q_len, 2, head_dim, dtype=dtype).transpose(1, 2)
     context = torch.zeros(1, 2, context_len + 100, head_dim, dtype=dtype)[:, :, :context_len]
     anchor, start, end = columns
-    options |= {"anchor": anchor, "start": start, "end": end, "softmax_scale": 0.1}
-    if weighted:
+    if options.pop("weighted", False):
         options |= {"row_weight": torch.ones(1, q_len), "column_weight": torch.ones(1, 2, group, end - start)}
-    if attention:
-        triton_replay.replay_attention(query, own, own, context, context, local=False, **options)
-    else:
-        triton_replay.replay_scores(query, own, context, **options)
+    asked = ReplayOptions(anchor=anchor, start=start, end=end, local=False, softmax_scale=0.1, **options)
+    triton_replay.replay_attention(query, own, own, context, context, asked)
 
 
-# Those for 99 KiB of shared memory where they differ from A100's
-REPLAY_TABLE = [
-    pytest.param(*key, id="-".join(map(str, key)))
-    for key, config in REPLAY_CONFIGS.items()
-    if key[3] != 86 or config != REPLAY_CONFIGS[(*key[:3], 80)]
-]
-REPLAY_ATTENTION = [entry for entry in REPLAY_TABLE if entry.values[0] == "attention"]
-REPLAY_SCORES = [entry for entry in REPLAY_TABLE if entry.values[0] == "scores"]
 EVERYTHING = {"softcap": 30.0, "window": 500}
 
 
-@pytest.mark.parametrize("kernel, kind, head_dim, arch", REPLAY_ATTENTION)
-def test_replay_attention(kernel, kind, head_dim, arch, launches, monkeypatch):
-    """Plain, with a soft-cap and a window, and the log-sum-exp alone."""
+@pytest.mark.parametrize("kind, head_dim, arch, config", table("attention", "float32", "16-bit"))
+def test_replay_attention(kind, head_dim, arch, config, launches, monkeypatch):
+    """Plain, and with a soft-cap and a window."""
     replay(monkeypatch, kind, head_dim, arch)
     replay(monkeypatch, kind, head_dim, arch, **EVERYTHING)
-    replay(monkeypatch, kind, head_dim, arch, attention=False)
     for launch in launches[::2]:
         assert launch.kernel is triton_replay.attention_kernel
         resources = launch.compile(arch)
         assert resources.fits, resources
-        assert resources.blocks_per_sm >= REPLAY_CONFIGS[kernel, kind, head_dim, arch].blocks_per_sm
+        assert resources.blocks_per_sm >= config.blocks_per_sm
 
 
-@pytest.mark.parametrize("kernel, kind, head_dim, arch", REPLAY_SCORES)
-def test_replay_scores(kernel, kind, head_dim, arch, launches, monkeypatch):
+@pytest.mark.parametrize("kind, head_dim, arch, config", table("scores", "float32", "16-bit"))
+def test_replay_scores(kind, head_dim, arch, config, launches, monkeypatch):
     """The reductions that models and presses use most, and one with all there is."""
     replay(monkeypatch, kind, head_dim, arch, reduction="max")
     replay(monkeypatch, kind, head_dim, arch, reduction="logit")
@@ -216,8 +151,8 @@ def test_replay_scores(kernel, kind, head_dim, arch, launches, monkeypatch):
         assert launch.kernel is triton_scores.scores_kernel
         resources = launch.compile(arch)
         assert resources.fits, resources
-        if not launch.arguments["HAS_WINDOW"]:
-            assert resources.blocks_per_sm >= REPLAY_CONFIGS[kernel, kind, head_dim, arch].blocks_per_sm
+        if not launch["SHAPE"].has_window:
+            assert resources.blocks_per_sm >= config.blocks_per_sm
 
 
 @pytest.mark.parametrize("arch", [80, 90])
@@ -253,9 +188,12 @@ def test_replay_is_not_compiled_again_for_another_length(launches, monkeypatch):
     assert all(kind == kinds[0] for kind in kinds)
 
 
-def test_replay_takes_few_launches(launches, monkeypatch):
+def test_launches_are_few_and_on_the_gpu_of_their_tensors(launches, monkeypatch):
+    """Triton launches on the current GPU, which is another where a model's layers are on several."""
+    decode(monkeypatch, "16-bit", 128, 4, 90)
+    decode(monkeypatch, "int4", 128, 4, 90)
     replay(monkeypatch, "16-bit", 128, 90)
-    assert [launch.kernel for launch in launches] == [triton_replay.attention_kernel, triton_scores.scores_kernel]
-    launches.clear()
-    replay(monkeypatch, "16-bit", 128, 90, attention=False, reduction="logit")
-    assert [launch.kernel for launch in launches] == [triton_scores.scores_kernel]
+    decoded = ["_attend_kernel", "_combine_kernel"]
+    names = [*decoded, "_attend_quantized_kernel", *decoded, "attention_kernel", "scores_kernel"]
+    assert [launch.kernel.__name__ for launch in launches] == names
+    assert all(launch.guarded for launch in launches)

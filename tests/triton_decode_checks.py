@@ -1,7 +1,7 @@
 """
 Results of the Triton decode kernels, in Triton's interpreter.
 
-Run by ``test_triton_decode.py`` in a process of its own, with ``TRITON_INTERPRET=1``.
+Run by ``test_triton_kernels.py`` in a process of its own, with ``TRITON_INTERPRET=1``.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from attention_oracle import randn
 
 from kvzip_press.kernels.decode import triton as triton_decode
 from kvzip_press.kernels.storage.quantization import QuantizedKeys, QuantizedValues, quantize_keys, quantize_values
 from kvzip_press.kernels.storage.segments import Segments
-from kvzip_press.kernels.triton_config import INTERPRETED, DecodeConfig, decode_config
+from kvzip_press.kernels.triton_config import INTERPRETED, LaunchConfig, launch_config
 
 assert INTERPRETED
 
@@ -44,10 +45,6 @@ def fresh_memory_is_nan(monkeypatch):
     monkeypatch.setattr(torch, "empty", poisoned)
 
 
-def randn(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
-
-
 def surrounded(tensor: torch.Tensor, dim: int = 0) -> torch.Tensor:
     """The same numbers as a view of a larger tensor that holds NaN, or 255, elsewhere."""
     shape = list(tensor.shape)
@@ -62,38 +59,29 @@ def quantized(key, value, segments, key_bits, value_bits) -> tuple[QuantizedKeys
     return tuple(replace(codes, **{part: surrounded(getattr(codes, part)) for part in parts}) for codes in both)
 
 
-def attention(query, key, value, visible, scale, softcap, dtype):
-    """Attention of one head, written out: the oracle in float64, what is usual in 16 bits."""
-    logits = (query.to(dtype) @ key.to(dtype).T) * scale
-    if softcap is not None:
-        logits = torch.tanh(logits / softcap) * softcap
-    logits = logits.to(torch.promote_types(dtype, torch.float32)).masked_fill(~visible, -torch.inf)
-    weights = logits.softmax(dim=-1).nan_to_num()  # a row that sees no key
-    return weights.to(dtype) @ value.to(dtype), logits.logsumexp(dim=-1)
-
-
 def by_head(query, key, value, segments, tail, tail_mask, scale, softcap, dtype):
-    """Outputs and log-sum-exp of every head, one at a time, in float64."""
+    """Output and log-sum-exp of every head, one at a time: the oracle in float64, what is usual in 16 bits."""
     batch_size, num_heads, q_len, _ = query.shape
     num_kv_heads = len(segments) // batch_size
+    mask = torch.ones(1, 1, 1, 1, dtype=torch.bool) if tail_mask is None else tail_mask
+    in_tail = mask.expand(batch_size, num_heads, q_len, 0 if tail is None else tail[0].shape[2])
     outs, lses = [], []
     for row, head in itertools.product(range(batch_size), range(num_heads)):
         kv_head = head // (num_heads // num_kv_heads)
         first, last = segments.bounds[row * num_kv_heads + kv_head :][:2]
         keys, values = key[first:last], value[first:last]
-        visible = torch.ones(q_len, last - first, dtype=torch.bool)
         if tail is not None:
             keys, values = (torch.cat([a, b[row, kv_head]]) for a, b in zip((keys, values), tail, strict=True))
-            tail_len = tail[0].shape[2]
-            in_tail = torch.ones(q_len, tail_len, dtype=torch.bool)
-            if tail_mask is not None:
-                in_tail = tail_mask.expand(batch_size, num_heads, q_len, tail_len)[row, head]
-            visible = torch.cat([visible, in_tail], dim=1)
-        out, lse = attention(query[row, head], keys, values, visible, scale, softcap, dtype)
-        outs.append(out.double())
-        lses.append(lse.double())
+        visible = torch.cat([torch.ones(q_len, last - first, dtype=torch.bool), in_tail[row, head]], dim=1)
+        logits = (query[row, head].to(dtype) @ keys.to(dtype).T) * scale
+        if softcap is not None:
+            logits = torch.tanh(logits / softcap) * softcap
+        logits = logits.to(torch.promote_types(dtype, torch.float32)).masked_fill(~visible, -torch.inf)
+        weights = logits.softmax(dim=-1).nan_to_num()  # a row that sees no key
+        outs.append(weights.to(dtype) @ values.to(dtype))
+        lses.append(logits.logsumexp(dim=-1))
     shape = (batch_size, num_heads, q_len)
-    return torch.stack(outs).view(*shape, -1), torch.stack(lses).view(shape)
+    return torch.stack(outs).double().view(*shape, -1), torch.stack(lses).double().view(shape)
 
 
 def check(
@@ -112,7 +100,6 @@ def check(
     value_bits: int | None = None,
     key_size: torch.Tensor | float = 1.0,
     value_size: float = 1.0,
-    config: DecodeConfig | None = None,
     twice: bool = False,
 ) -> torch.Tensor:
     """
@@ -141,7 +128,7 @@ def check(
         packed = quantized(key, value, segments, BITS[kind], value_bits or BITS[kind])
         key, value = packed[0].dequantize(segments), packed[1].dequantize()
     scale = head_dim**-0.5
-    call = {"softmax_scale": scale, "softcap": softcap, "tail": tail, "tail_mask": mask, "config": config}
+    call = {"softmax_scale": scale, "softcap": softcap, "tail": tail, "tail_mask": mask}
     out, lse = triton_decode.decode_attention(query, *packed, segments, **call)
     if twice:
         again, lse_again = triton_decode.decode_attention(query, *packed, segments, **call)
@@ -183,9 +170,10 @@ def test_groups_and_questions_before_a_causal_tail(kind, group, q_len):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_long_question_takes_several_row_tiles(kind):
-    config = None if kind in BITS else DecodeConfig(block_m=16, block_n=32, num_warps=4, num_stages=1, blocks_per_sm=2)
-    check(kind, [65], group=2, q_len=70, tail_len=70, mask=causal(70, 70), head_dim=32, config=config)
+def test_a_long_question_takes_several_row_tiles(kind, monkeypatch):
+    if kind not in BITS:
+        monkeypatch.setattr(triton_decode, "launch_config", lambda *_: LaunchConfig(16, 32, 4, 1, 2))
+    check(kind, [65], group=2, q_len=70, tail_len=70, mask=causal(70, 70), head_dim=32)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -219,7 +207,9 @@ def test_no_context(kind, tail_len):
     check(kind, [0, 0], tail_len=tail_len)
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 1, 37), (2, 1, 1, 37), (2, 6, 1, 37), (1, 1, 5, 37), (2, 6, 5, 37)])
+@pytest.mark.parametrize(
+    "shape", [(1, 1, 1, 37), (2, 1, 1, 37), (2, 6, 1, 37), (1, 1, 5, 37), (2, 6, 5, 37), (1, 6, 5, 1)]
+)
 @pytest.mark.parametrize("kind", ["float32", "int8"])
 def test_masks_of_any_shape(kind, shape):
     """A query may see nothing of the tail, and then nothing at all where its head is empty."""
@@ -251,8 +241,8 @@ def test_channels_of_very_different_size(kind):
 def test_many_items_of_a_segment(kind, monkeypatch):
     """More partial results than the usual form of the combination takes at a time."""
     monkeypatch.setattr(triton_decode, "_MIN_ITEM", 64)
-    config = decode_config("16-bit" if kind in ("float16", "bfloat16") else kind, 64, 1, 90)
-    check(kind, [1100, 3], group=1, head_dim=32, config=replace(config, blocks_per_sm=30))
+    monkeypatch.setattr(triton_decode, "launch_config", lambda *of: replace(launch_config(*of), blocks_per_sm=30))
+    check(kind, [1100, 3], group=1, head_dim=32)
 
 
 def test_queries_and_pairs_of_any_stride():

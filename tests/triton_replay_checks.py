@@ -1,25 +1,24 @@
 """
 Results of the Triton replay kernels, in Triton's interpreter.
 
-Run by ``test_triton_replay.py`` in a process of its own, with ``TRITON_INTERPRET=1``.
+Run by ``test_triton_kernels.py`` in a process of its own, with ``TRITON_INTERPRET=1``.
 """
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
 import torch
+from attention_oracle import randn
 
-from kvzip_press.kernels import triton_config
+from kvzip_press.kernels.options import REDUCTIONS, ReplayOptions
 from kvzip_press.kernels.replay import triton as triton_replay
 from kvzip_press.kernels.replay import triton_scores
-from kvzip_press.kernels.triton_config import INTERPRETED, REPLAY_CONFIGS, ReplayConfig
+from kvzip_press.kernels.triton_config import INTERPRETED, LaunchConfig, launch_config
 
 assert INTERPRETED
 
-REDUCTIONS = ["max", "sum_of_squares", "sum", "logit"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # Anchor, start and end of the chunk in a context of 90
 CHUNKS = {
@@ -45,17 +44,14 @@ def fresh_memory_is_nan(monkeypatch):
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
     """Many blocks in small tensors."""
-    small = {"attention": ReplayConfig(32, 32, 4, 2, 1), "scores": ReplayConfig(32, 32, 4, 2, 1)}
-    monkeypatch.setattr(triton_config, "REPLAY_CONFIGS", {key: small[key[0]] for key in REPLAY_CONFIGS})
+    for module in (triton_replay, triton_scores):
+        monkeypatch.setattr(module, "launch_config", lambda *_: LaunchConfig(32, 32, 4, 2, 1))
 
 
 @pytest.fixture
 def blocks_of_the_table(monkeypatch, small_blocks):
-    monkeypatch.setattr(triton_config, "REPLAY_CONFIGS", REPLAY_CONFIGS)
-
-
-def randn(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+    for module in (triton_replay, triton_scores):
+        monkeypatch.setattr(module, "launch_config", launch_config)
 
 
 def rand(*shape: int, seed: int) -> torch.Tensor:
@@ -98,55 +94,35 @@ def make(
     return [place(tensor) for place, tensor in zip([by_tokens] * 3 + [surrounded] * 2, tensors, strict=True)]
 
 
-def by_head(
-    tensors: list[torch.Tensor],
-    dtype: torch.dtype,
-    *,
-    anchor: int,
-    start: int,
-    end: int,
-    local: bool,
-    softmax_scale: float,
-    softcap: float | None = None,
-    window: int | None = None,
-    reduction: str = "max",
-    row_weight: torch.Tensor | None = None,
-    column_weight: torch.Tensor | None = None,
+def written_out(
+    tensors: list[torch.Tensor], options: ReplayOptions, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and scores, head by head from the whole matrix, in ``dtype`` throughout."""
+    """Output and scores from the whole matrix, in ``dtype`` throughout."""
     query, own_key, own_value, context_key, context_value = (tensor.to(dtype) for tensor in tensors)
-    (batch_size, num_heads, q_len, _), (_, num_kv_heads, context_len, _) = query.shape, context_key.shape
-    group = num_heads // num_kv_heads
+    num_kv_heads, context_len, q_len = *context_key.shape[1:3], query.shape[2]
+    group = query.shape[1] // num_kv_heads
+    key = torch.cat([context_key, own_key], 2).repeat_interleave(group, 1)
+    value = torch.cat([context_value, own_value], 2).repeat_interleave(group, 1)
+    logit, maximum = options.reduction == "logit", options.reduction in ("max", "logit")
     position, column = torch.arange(q_len)[:, None] + context_len, torch.arange(context_len + q_len)[None]
-    seen = (column <= position) & (column > position - (context_len + q_len if window is None else window))
-    normalized = seen & ((column < anchor) | ((start <= column) & (column < end)) | (column >= context_len))
-    out, scores = [], []
-    for row, head in itertools.product(range(batch_size), range(num_heads)):
-        kv_head = head // group
-        key = torch.cat([context_key[row, kv_head], own_key[row, kv_head]])
-        value = torch.cat([context_value[row, kv_head], own_value[row, kv_head]])
-        logits = query[row, head] @ key.T * softmax_scale
-        if softcap is not None:
-            logits = softcap * torch.tanh(logits / softcap)
-        out.append(logits.where(normalized if local else seen, -torch.inf).softmax(-1) @ value)
-        if reduction == "logit":
-            given = logits
-        else:
-            given = logits.where(normalized, -torch.inf).softmax(-1)
-        if row_weight is not None:
-            given = given * row_weight[row].to(dtype)[:, None]
-        given = given.where(seen, -torch.inf if reduction == "logit" else 0)[:, start:end]
-        factor = 1 if column_weight is None else column_weight[row, kv_head, head % group].to(dtype)
-        if reduction in ("max", "logit"):
-            given = given.amax(0)
-            scores.append(given.where(given == -torch.inf, given * factor))
-        elif reduction == "sum":
-            scores.append(given.sum(0) * factor)
-        else:
-            scores.append((given * factor).square().sum(0))
-    by_group = torch.stack(scores).view(batch_size, num_kv_heads, group, end - start)
-    by_group = by_group.amax(2) if reduction in ("max", "logit") else by_group.sum(2)
-    return torch.stack(out).view(batch_size, num_heads, q_len, -1), by_group
+    seen = (column <= position) & (column > position - (options.window or context_len + q_len))
+    in_chunk = (options.start <= column) & (column < options.end)
+    normalized = seen & ((column < options.anchor) | in_chunk | (column >= context_len))
+    logits = query @ key.mT * options.softmax_scale
+    if options.softcap is not None:
+        logits = options.softcap * torch.tanh(logits / options.softcap)
+    out = logits.where(normalized if options.local else seen, -torch.inf).softmax(-1) @ value
+    given = logits if logit else logits.where(normalized, -torch.inf).softmax(-1)
+    if options.row_weight is not None:
+        given = given * options.row_weight.to(dtype)[:, None, :, None]
+    given = given.where(seen, -torch.inf if logit else 0)[..., options.start : options.end]
+    if options.column_weight is not None:
+        weighted = given * options.column_weight.to(dtype).flatten(1, 2)[:, :, None]
+        given = given.where(given == -torch.inf, weighted)
+    if options.reduction == "sum_of_squares":
+        given = given.square()
+    by_group = given.unflatten(1, (num_kv_heads, group)).flatten(2, 3)
+    return out, by_group.amax(2) if maximum else by_group.sum(2)
 
 
 def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
@@ -158,28 +134,32 @@ def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return float(difference.max()) if len(difference.flatten()) else 0.0
 
 
+def asked(tensors: list[torch.Tensor], **options: Any) -> ReplayOptions:
+    return ReplayOptions(**{"softmax_scale": tensors[0].shape[-1] ** -0.5, "local": True} | options)
+
+
 def check(tensors: list[torch.Tensor], **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """The result against float64: no further off than twice a computation in the tensors' own type."""
-    options = {"softmax_scale": tensors[0].shape[-1] ** -0.5, "local": True} | options
-    out, scores = triton_replay.replay_attention(*tensors, **options)
+    given = asked(tensors, **options)
+    out, scores = triton_replay.replay_attention(*tensors, given)
     assert out.dtype == scores.dtype == torch.float32
-    expected = by_head(tensors, torch.float64, **options)
-    eager = by_head(tensors, tensors[0].dtype, **options)
+    expected = written_out(tensors, given, torch.float64)
+    eager = written_out(tensors, given, tensors[0].dtype)
     for actual, exact, low in zip((out, scores), expected, eager, strict=True):
         # A softmax weight in another order of summation moves the last bit: nothing is asked below float32's own
-        assert error(actual, exact) <= 2 * error(low, exact) + 1e-6 * max(1.0, options.get("softcap") or 1.0)
+        assert error(actual, exact) <= 2 * error(low, exact) + 1e-6 * max(1.0, given.softcap or 1.0)
     return out, scores
+
+
+def replay(tensors: list[torch.Tensor], **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return triton_replay.replay_attention(*tensors, asked(tensors, **options))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("local", [True, False], ids=["local", "full"])
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_reductions(reduction, local, dtype):
-    """Also without the output: the same scores."""
-    tensors, chunk = make(num_kv_heads=2, dtype=dtype), {"anchor": 5, "start": 20, "end": 57, "reduction": reduction}
-    _, scores = check(tensors, **chunk, local=local)
-    query, own_key, _, context_key, _ = tensors
-    assert torch.equal(triton_replay.replay_scores(query, own_key, context_key, **chunk, softmax_scale=0.25), scores)
+    check(make(num_kv_heads=2, dtype=dtype), anchor=5, start=20, end=57, reduction=reduction, local=local)
 
 
 @pytest.mark.parametrize("local", [True, False], ids=["local", "full"])
@@ -291,32 +271,31 @@ def test_the_same_bits_twice(reduction, monkeypatch):
     monkeypatch.setattr(triton_scores, "multiprocessors", lambda _: 6)
     tensors = make(q_len=63, dtype=torch.bfloat16)
     weights = {"row_weight": rand(1, 63, seed=5), "column_weight": rand(1, 1, 2, 37, seed=6)}
-    chunk = {"anchor": 5, "start": 20, "end": 57, "local": False, "softmax_scale": 0.25, "reduction": reduction}
-    first, second = (triton_replay.replay_attention(*tensors, **chunk, **weights) for _ in range(2))
+    chunk = {"anchor": 5, "start": 20, "end": 57, "local": False, "reduction": reduction}
+    first, second = (replay(tensors, **chunk, **weights) for _ in range(2))
     assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
 
 
 @pytest.mark.parametrize(
     "message, changed",
     [
-        ("one type, float32, bfloat16 or float16, got torch.float64; use backend='torch'", {"dtype": torch.float64}),
+        ("float32, bfloat16 and float16, got torch.float64; use backend='torch'", {"dtype": torch.float64}),
         ("head sizes up to 256, got 260", {"head_dim": 260}),
         ("head sizes up to 256, got 300", {"value_dim": 300}),
     ],
 )
 def test_what_the_kernels_do_not_take(message, changed):
-    tensors = make(q_len=2, context_len=9, **changed)
     with pytest.raises(ValueError, match=message):
-        triton_replay.replay_attention(*tensors, anchor=0, start=0, end=9, local=True, softmax_scale=1.0)
+        replay(make(q_len=2, context_len=9, **changed), anchor=0, start=0, end=9)
 
 
-def test_channels_and_scales_that_the_kernels_do_not_take():
-    query, own_key, _, context_key, _ = make(q_len=2, context_len=9)
-    chunk = {"anchor": 0, "start": 0, "end": 9}
+@pytest.mark.parametrize("reduction", ["max", "logit"])
+def test_channels_and_scales_that_the_kernels_do_not_take(reduction):
+    query, *others = make(q_len=2, context_len=9)
+    chunk = {"anchor": 0, "start": 0, "end": 9, "reduction": reduction}
     with pytest.raises(ValueError, match="positive softmax_scale, got -1"):
-        triton_replay.replay_scores(query, own_key, context_key, **chunk, softmax_scale=-1.0, reduction="logit")
-    with pytest.raises(ValueError, match="one type, .* got torch.bfloat16, torch.float32"):
-        triton_replay.replay_scores(query.bfloat16(), own_key, context_key, **chunk, softmax_scale=1.0)
-    strided = query.mT.contiguous().mT
-    with pytest.raises(ValueError, match=r"contiguous channels, got strides \[2, 1, 1\]"):
-        triton_replay.replay_scores(strided, own_key, context_key, **chunk, softmax_scale=1.0, reduction="logit")
+        replay([query, *others], **chunk, softmax_scale=-1.0)
+    with pytest.raises(ValueError, match=r"one type, got torch.bfloat16, torch.float32"):
+        replay([query.bfloat16(), *others], **chunk)
+    with pytest.raises(ValueError, match=r"contiguous channels, got strides \[2, 1, 1, 1, 1\]"):
+        replay([query.mT.contiguous().mT, *others], **chunk)

@@ -41,14 +41,14 @@ class WorkList:
 @dataclass(frozen=True)
 class Split:
     """
-    How one call is split, and where the results of its parts go.
+    How one call is split and scaled, and where the results of its parts go.
 
     Parameters
     ----------
     work : WorkList
         Items of the packed tensors.
-    num_kv_heads, num_segments, num_rows : int
-        KV heads, (row, KV head) segments, and query rows of a segment: its query heads x tokens.
+    num_kv_heads, num_rows : int
+        KV heads, and query rows of a (row, KV head) segment: its query heads x tokens.
     tail_chunk, tail_splits : int
         Keys and number of the further items that the tail of each segment is cut into.
     partial : torch.Tensor
@@ -56,21 +56,21 @@ class Split:
         the tail of each segment.
     partial_lse : torch.Tensor
         Their log-sum-exp to the base 2, float32, shape (num_partials, num_rows).
+    factor : float
+        Factor of the logits: to units of log 2, or with a soft-cap to the exponent of its tanh.
+    cap : float, optional
+        The soft-cap, in units of log 2.
     """
 
     work: WorkList
     num_kv_heads: int
-    num_segments: int
     num_rows: int
     tail_chunk: int
     tail_splits: int
     partial: torch.Tensor
     partial_lse: torch.Tensor
-
-    @property
-    def num_partials(self) -> int:
-        """Number of items of all segments, tails included."""
-        return len(self.partial)
+    factor: float
+    cap: float | None
 
     @property
     def most_partials(self) -> int:

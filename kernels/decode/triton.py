@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
 import triton
@@ -12,12 +13,12 @@ import triton.language as tl
 from ..storage.quantization import KEY_BLOCK, PackedKeys, PackedValues, QuantizedKeys, QuantizedValues
 from ..storage.segments import Segments
 from ..triton_config import (
-    INTERPRETED,
-    MAX_HEAD_DIM,
-    DecodeConfig,
+    LaunchConfig,
     architecture,
-    decode_config,
-    decode_kind,
+    check_input,
+    kind_of,
+    launch,
+    launch_config,
     multiprocessors,
 )
 from .split_k import Split, work_list
@@ -36,11 +37,11 @@ _COMBINE_WARPS = 4
 
 @triton.jit(do_not_specialize=["num_rows", "num_items", "tail_splits"])
 def _combine_kernel(
-    partial,
-    partial_lse,
-    offsets,
-    out,
-    lse,
+    out,  # [num_segments, num_rows, VALUE_D]
+    lse,  # [num_segments, num_rows]
+    partial,  # [num_partials, num_rows, VALUE_D]
+    partial_lse,  # [num_partials, num_rows], in base 2
+    offsets,  # [num_segments + 1]
     num_rows,
     num_items,
     tail_splits,
@@ -49,6 +50,7 @@ def _combine_kernel(
     BLOCK_P: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
+    """Merge the partial results of one row in ``BLOCK_V`` columns, in their order."""
     column = tl.program_id(0) % COLUMN_TILES
     out_row = tl.program_id(0) // COLUMN_TILES
     segment = out_row // num_rows
@@ -97,7 +99,6 @@ def decode_attention(
     softcap: float | None = None,
     tail: tuple[torch.Tensor, torch.Tensor] | None = None,
     tail_mask: torch.Tensor | None = None,
-    config: DecodeConfig | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
     Attention over a ragged context that all queries see, and over the dense tail after it.
@@ -121,8 +122,6 @@ def decode_attention(
         packed ones.
     tail_mask : torch.Tensor, optional
         Boolean, True where a tail key is visible, broadcastable to (batch_size, num_heads, q_len, tail_len).
-    config : DecodeConfig, optional
-        A launch other than the table's.
 
     Returns
     -------
@@ -135,10 +134,11 @@ def decode_attention(
     ValueError
         If a tensor is not on a GPU, or of a type or head size that the kernels don't have.
     """
-    _check(query, packed_key, packed_value)
-    batch_size, num_heads, q_len, head_dim = query.shape
-    value_dim = packed_value.shape[-1]
-    num_rows = batch_size * num_heads // len(segments) * q_len
+    head_dim, value_dim = query.shape[-1], packed_value.shape[-1]
+    wide = max(head_dim, value_dim)
+    check_input(query.device, (query.dtype, packed_key.dtype), wide)
+    if isinstance(packed_key, QuantizedKeys) != isinstance(packed_value, QuantizedValues):
+        raise ValueError("backend 'triton' takes keys and values both quantised or neither; use backend='torch'")
     query = _unit_last_stride(query)
     tail_len = 0
     if tail is None:
@@ -147,51 +147,43 @@ def decode_attention(
         tail = (_unit_last_stride(tail[0]), _unit_last_stride(tail[1]))
         tail_len = tail[0].shape[2]
     if tail_mask is not None:
-        tail_mask = tail_mask.expand(batch_size, num_heads, q_len, tail_len)
-    factor, cap = softmax_scale * _LOG2_E, None
-    if softcap is not None:
-        factor, cap = 2 * factor / softcap, softcap * _LOG2_E
+        tail_mask = _unit_last_stride(tail_mask.expand(-1, -1, -1, tail_len)).expand(*query.shape[:3], tail_len)
 
-    wide, arch = max(head_dim, value_dim), architecture(query.device)
-    plain_kind = decode_kind(torch.promote_types(query.dtype, packed_key.dtype))
-    plain_config = decode_config(plain_kind, wide, num_rows, arch)
-    with torch.cuda.device_of(query):  # a kernel runs on the current GPU
-        packed = None
-        if isinstance(packed_key, torch.Tensor) and isinstance(packed_value, torch.Tensor):
-            plain_config = config or plain_config
-            split = _split(segments, query, value_dim, tail_len, plain_config)
-            packed = (_unit_last_stride(packed_key), _unit_last_stride(packed_value))
-            if tail_mask is not None:
-                attend(query, packed, None, None, split, factor=factor, cap=cap, config=plain_config)
-                packed = None
-        else:
-            assert isinstance(packed_key, QuantizedKeys) and isinstance(packed_value, QuantizedValues)
-            kind = "int8" if 8 in (packed_key.bits, packed_value.bits) else "int4"
-            config = config or decode_config(kind, wide, num_rows, arch)
-            split = _split(segments, query, value_dim, tail_len, config)
-            attend_quantized(query, packed_key, packed_value, split, factor=factor, cap=cap, config=config)
-        attend(query, packed, tail, tail_mask, split, factor=factor, cap=cap, config=plain_config)
-        return _combine(split, query, value_dim)
-
-
-def _check(query: torch.Tensor, packed_key: PackedKeys, packed_value: PackedValues) -> None:
-    if not (query.is_cuda or INTERPRETED):
-        raise ValueError(f"backend 'triton' takes tensors on a GPU, got {query.device}; use backend='cpu'")
-    for dtype in (query.dtype, packed_key.dtype):
-        if dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            raise ValueError(f"backend 'triton' takes float32, bfloat16 and float16, got {dtype}; use backend='torch'")
-    wide = max(query.shape[-1], packed_value.shape[-1])
-    if wide > MAX_HEAD_DIM:
-        raise ValueError(f"backend 'triton' takes head sizes up to {MAX_HEAD_DIM}, got {wide}; use backend='torch'")
-    if isinstance(packed_key, QuantizedKeys) != isinstance(packed_value, QuantizedValues):
-        raise ValueError("backend 'triton' takes keys and values both quantised or neither; use backend='torch'")
+    num_rows = query.shape[0] * query.shape[1] // len(segments) * query.shape[2]
+    arch, kind = architecture(query.device), kind_of(torch.promote_types(query.dtype, packed_key.dtype))
+    plain_config = launch_config("decode", kind, wide, arch, num_rows)
+    split_for = partial(_split, segments, query, value_dim, tail_len, softmax_scale, softcap)
+    packed = None
+    if isinstance(packed_key, torch.Tensor) and isinstance(packed_value, torch.Tensor):
+        split = split_for(plain_config)
+        packed = (_unit_last_stride(packed_key), _unit_last_stride(packed_value))
+        if tail_mask is not None:
+            attend(query, packed, None, None, split, plain_config)
+            packed = None
+    else:
+        assert isinstance(packed_key, QuantizedKeys) and isinstance(packed_value, QuantizedValues)
+        kind = "int8" if 8 in (packed_key.bits, packed_value.bits) else "int4"
+        config = launch_config("decode", kind, wide, arch, num_rows)
+        split = split_for(config)
+        attend_quantized(query, packed_key, packed_value, split, config)
+    if packed is not None or tail is not None:
+        attend(query, packed, tail, tail_mask, split, plain_config)
+    return _combine(split, query, value_dim)
 
 
 def _unit_last_stride(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
-def _split(segments: Segments, query: torch.Tensor, value_dim: int, tail_len: int, config: DecodeConfig) -> Split:
+def _split(
+    segments: Segments,
+    query: torch.Tensor,
+    value_dim: int,
+    tail_len: int,
+    softmax_scale: float,
+    softcap: float | None,
+    config: LaunchConfig,
+) -> Split:
     """As many items as the GPU holds blocks at a time, or one a segment where the rows alone give work enough."""
     batch_size, num_heads, q_len = query.shape[:3]
     num_segments = len(segments)
@@ -206,17 +198,20 @@ def _split(segments: Segments, query: torch.Tensor, value_dim: int, tail_len: in
     chunk = max(_MIN_TAIL_CHUNK, work.max_length, triton.cdiv(tail_len, max(1, programs // num_segments)))
     tail_chunk = triton.cdiv(chunk, step) * step
     tail_splits = triton.cdiv(tail_len, tail_chunk)
-    num_partials = len(work) + num_segments * tail_splits
-    shape = (num_partials, num_rows)
+    shape = (len(work) + num_segments * tail_splits, num_rows)
+    factor, cap = softmax_scale * _LOG2_E, None
+    if softcap is not None:
+        factor, cap = 2 * factor / softcap, softcap * _LOG2_E
     return Split(
         work=work,
         num_kv_heads=num_segments // batch_size,
-        num_segments=num_segments,
         num_rows=num_rows,
         tail_chunk=tail_chunk,
         tail_splits=tail_splits,
         partial=torch.empty(*shape, value_dim, dtype=torch.float32, device=query.device),
         partial_lse=torch.empty(shape, dtype=torch.float32, device=query.device),
+        factor=factor,
+        cap=cap,
     )
 
 
@@ -225,20 +220,21 @@ def _combine(split: Split, query: torch.Tensor, value_dim: int) -> tuple[torch.T
     lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
     block_p, block_v = _MANY_PARTIALS if split.most_partials > _FEW_PARTIALS[0] else _FEW_PARTIALS
     column_tiles = triton.cdiv(value_dim, block_v)
-    if lse.numel() > 0:
-        _combine_kernel[(lse.numel() * column_tiles,)](
-            split.partial,
-            split.partial_lse,
-            split.work.offsets,
-            out,
-            lse,
-            split.num_rows,
-            len(split.work),
-            split.tail_splits,
-            VALUE_D=value_dim,
-            COLUMN_TILES=column_tiles,
-            BLOCK_P=block_p,
-            BLOCK_V=block_v,
-            num_warps=_COMBINE_WARPS,
-        )
+    launch(
+        _combine_kernel,
+        (lse.numel() * column_tiles,),
+        out,
+        lse,
+        split.partial,
+        split.partial_lse,
+        split.work.offsets,
+        split.num_rows,
+        len(split.work),
+        split.tail_splits,
+        VALUE_D=value_dim,
+        COLUMN_TILES=column_tiles,
+        BLOCK_P=block_p,
+        BLOCK_V=block_v,
+        num_warps=_COMBINE_WARPS,
+    )
     return out, lse

@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..triton_config import INTERPRETED, DecodeConfig
+from ..triton_config import INTERPRETED, LaunchConfig, Strided, launch
 from .split_k import Split
 
 _DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -16,15 +16,15 @@ _MASKED_BLOCK_N = 16  # a wider tile of a mask takes more registers than there a
 
 
 @triton.jit
-def log2_logits(products, factor, cap, HAS_CAP: tl.constexpr):
+def log2_logits(products, factor, cap):
     """
     Scaled and soft-capped logits in units of log 2.
 
-    ``factor`` scales to units of log 2, or with a soft-cap (``cap`` in units of log 2) to the exponent of the tanh:
-    ``cap * tanh(x) = cap - 2 * cap / (exp(2 * x) + 1)``.
+    ``factor`` scales to units of log 2, or with a soft-cap (``cap`` in units of log 2, else None) to the exponent of
+    the tanh: ``cap * tanh(x) = cap - 2 * cap / (exp(2 * x) + 1)``.
     """
     logits = products * factor
-    if HAS_CAP:
+    if cap is not None:
         logits = cap - 2.0 * cap / (tl.exp2(logits) + 1.0)
     return logits
 
@@ -49,56 +49,35 @@ def dot(a, b, acc, UPCAST: tl.constexpr):
     return tl.dot(a, b, acc, input_precision="ieee")
 
 
-@triton.jit(
-    do_not_specialize=[
-        "mask",
-        "first_item",
-        "num_items",
-        "num_rows",
-        "q_len",
-        "tail_len",
-        "tail_chunk",
-        "tail_splits",
-        "mask_batch",
-        "mask_head",
-        "mask_token",
-    ]
-)
+# As a tail grows, nothing is compiled anew where a number happens to be 1 or divisible by 16
+_MASK = ["mask", "mask_batch", "mask_head", "mask_token"]
+_LENGTHS = ["first_item", "num_items", "tail_len", "tail_chunk", "tail_splits", "num_rows", "q_len"]
+
+
+@triton.jit(do_not_specialize=_MASK + _LENGTHS)
 def _attend_kernel(
+    partial,  # [num_partials, num_rows, VALUE_D]
+    partial_lse,  # [num_partials, num_rows]
     query,
     key,
     value,
     tail_key,
     tail_value,
-    mask,
-    items,
-    partial,
-    partial_lse,
-    query_batch,
-    query_head,
-    query_token,
-    key_token,
-    value_token,
-    tail_key_batch,
-    tail_key_head,
-    tail_key_token,
-    tail_value_batch,
-    tail_value_head,
-    tail_value_token,
+    items,  # [num_items, 4]; placed here, the kernel takes the fewest registers
+    mask,  # [batch_size, num_heads, q_len, tail_len], or None
     mask_batch,
     mask_head,
     mask_token,
-    mask_key,
     first_item,
     num_items,
+    tail_len,
+    tail_chunk,
+    tail_splits,
     num_rows,
     q_len,
     row_tiles,
     num_kv_heads,
     group,
-    tail_len,
-    tail_chunk,
-    tail_splits,
     factor,
     cap,
     D: tl.constexpr,
@@ -107,11 +86,10 @@ def _attend_kernel(
     BLOCK_VALUE_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    HAS_MASK: tl.constexpr,
-    HAS_CAP: tl.constexpr,
     DTYPE: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
+    """Attention of ``BLOCK_M`` query rows of a segment over one item's keys."""
     program = tl.program_id(0)
     item = first_item + program // row_tiles  # row tiles of an item run side by side and share its keys in the cache
     in_tail = item >= num_items
@@ -127,10 +105,10 @@ def _attend_kernel(
     kv_head = (segment % num_kv_heads).to(tl.int64)
     first = first.to(tl.int64)
     # Selected, not assigned in the branches: older compilers then still see that rows are aligned
-    keys = tl.where(in_tail, tail_key + batch * tail_key_batch + kv_head * tail_key_head, key)
-    values = tl.where(in_tail, tail_value + batch * tail_value_batch + kv_head * tail_value_head, value)
-    key_stride = tl.where(in_tail, tail_key_token, key_token).to(tl.int64)
-    value_stride = tl.where(in_tail, tail_value_token, value_token).to(tl.int64)
+    keys = tl.where(in_tail, tail_key.pointer + batch * tail_key.batch + kv_head * tail_key.head, key.pointer)
+    values = tl.where(in_tail, tail_value.pointer + batch * tail_value.batch + kv_head * tail_value.head, value.pointer)
+    key_stride = tl.where(in_tail, tail_key.token, key.token).to(tl.int64)
+    value_stride = tl.where(in_tail, tail_value.token, value.token).to(tl.int64)
 
     rows = program % row_tiles * BLOCK_M + tl.arange(0, BLOCK_M)
     is_row = rows < num_rows
@@ -139,14 +117,14 @@ def _attend_kernel(
     offs_d = tl.arange(0, BLOCK_D)
     offs_v = tl.arange(0, BLOCK_VALUE_D)
     offs_n = tl.arange(0, BLOCK_N)
-    query_rows = query + batch * query_batch + head * query_head + token * query_token
+    query_rows = query.pointer + batch * query.batch + head * query.head + token * query.token
     in_query = is_row[:, None] & (offs_d < D)[None, :]
     q = tl.load(query_rows[:, None] + offs_d[None, :], mask=in_query, other=0.0).to(DTYPE)  # [BLOCK_M, BLOCK_D]
     key_tile = keys + (first + offs_n)[:, None] * key_stride + offs_d[None, :]
     value_tile = values + (first + offs_n)[:, None] * value_stride + offs_v[None, :]
-    if HAS_MASK:
-        mask_rows = batch * mask_batch + head * mask_head + token * mask_token
-        mask_tile = mask + mask_rows[:, None] + ((first + offs_n) * mask_key)[None, :]
+    if mask is not None:
+        mask_rows = mask + batch * mask_batch + head * mask_head + token * mask_token
+        mask_tile = mask_rows[:, None] + (first + offs_n)[None, :]
 
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     # Summed over the keys after the loop: a sum across warps in each turn would cost two barriers
@@ -158,10 +136,10 @@ def _attend_kernel(
         in_keys = is_key[:, None] & (offs_d < D)[None, :]
         k = tl.load(key_tile + at * key_stride, mask=in_keys, other=0.0)  # [BLOCK_N, BLOCK_D]
         logits = dot(q, tl.trans(k.to(DTYPE)), tl.zeros([BLOCK_M, BLOCK_N], tl.float32), UPCAST)
-        logits = log2_logits(logits, factor, cap, HAS_CAP)
+        logits = log2_logits(logits, factor, cap)
         visible = is_key[None, :]
-        if HAS_MASK:
-            is_visible = tl.load(mask_tile + at * mask_key, mask=visible & is_row[:, None], other=0)
+        if mask is not None:
+            is_visible = tl.load(mask_tile + at, mask=visible & is_row[:, None], other=0)
             visible = visible & (is_visible != 0)
         logits = tl.where(visible, logits, float("-inf"))
         new_peak = tl.maximum(peak, tl.max(logits, 1))
@@ -192,10 +170,7 @@ def attend(
     tail: tuple[torch.Tensor, torch.Tensor] | None,
     tail_mask: torch.Tensor | None,
     split: Split,
-    *,
-    factor: float,
-    cap: float | None,
-    config: DecodeConfig,
+    config: LaunchConfig,
 ) -> None:
     """
     Attention of each item over its own keys alone, written to the partial results of ``split``.
@@ -206,75 +181,60 @@ def attend(
     Parameters
     ----------
     query : torch.Tensor
-        Shape (batch_size, num_heads, q_len, head_dim), unit last stride. Products are computed in the type that its
-        own and the keys' promote to.
+        Shape (batch_size, num_heads, q_len, head_dim). Products are computed in the type that its own and the keys'
+        promote to. Like all tensors here, with a last stride of 1.
     packed : tuple[torch.Tensor, torch.Tensor], optional
-        Keys and values of the items of ``split.work``, shape (total, head_dim), unit last stride; None leaves these
-        items out.
+        Keys and values of the items of ``split.work``, shape (total, head_dim); None leaves these items out.
     tail : tuple[torch.Tensor, torch.Tensor], optional
-        Keys and values of the further items, shape (batch_size, num_kv_heads, tail_len, head_dim), unit last stride,
-        in the type of ``packed``; None leaves these items out.
+        Keys and values of the further items, shape (batch_size, num_kv_heads, tail_len, head_dim), in the type of
+        ``packed``; None leaves these items out.
     tail_mask : torch.Tensor, optional
         Boolean, shape (batch_size, num_heads, q_len, tail_len): True where a tail key is visible. Not with ``packed``.
     split : Split
         The items.
-    factor, cap : float
-        See :func:`log2_logits`; ``cap`` None for none.
-    config : DecodeConfig
+    config : LaunchConfig
         The launch.
     """
     first_item = 0 if packed else len(split.work)
-    last_item = split.num_partials if tail else len(split.work)
+    last_item = len(split.partial) if tail else len(split.work)
     row_tiles = triton.cdiv(split.num_rows, config.block_m)
-    num_programs = (last_item - first_item) * row_tiles
-    if num_programs == 0:
-        return
     # In the place of absent pairs any will do: no item reads them
     if packed is None:
         assert tail is not None
         packed = (tail[0][0, 0], tail[1][0, 0])
     elif tail is None:
         tail = (packed[0][None, None], packed[1][None, None])
-    (key, value), (tail_key, tail_value) = packed, tail
-    head_dim, value_dim = key.shape[-1], value.shape[-1]
-    _attend_kernel[(num_programs,)](
-        query,
-        key,
-        value,
-        tail_key,
-        tail_value,
-        None if tail_mask is None else tail_mask.view(torch.uint8),
-        split.work.items,
+    head_dim, value_dim = packed[0].shape[-1], packed[1].shape[-1]
+    launch(
+        _attend_kernel,
+        ((last_item - first_item) * row_tiles,),
         split.partial,
         split.partial_lse,
-        *query.stride()[:3],
-        key.stride(0),
-        value.stride(0),
-        *tail_key.stride()[:3],
-        *tail_value.stride()[:3],
-        *((0, 0, 0, 0) if tail_mask is None else tail_mask.stride()),
+        Strided(query, *query.stride()[:3]),
+        *(Strided(pairs, 0, 0, pairs.stride(0)) for pairs in packed),
+        *(Strided(pairs, *pairs.stride()[:3]) for pairs in tail),
+        split.work.items,
+        None if tail_mask is None else tail_mask.view(torch.uint8),
+        *((0, 0, 0) if tail_mask is None else tail_mask.stride()[:3]),
         first_item,
         len(split.work),
+        tail[0].shape[2],
+        split.tail_chunk,
+        split.tail_splits,
         split.num_rows,
         query.shape[2],
         row_tiles,
         split.num_kv_heads,
         query.shape[1] // split.num_kv_heads,
-        tail_key.shape[2],
-        split.tail_chunk,
-        split.tail_splits,
-        factor,
-        0.0 if cap is None else cap,
+        split.factor,
+        split.cap,
         D=head_dim,
         VALUE_D=value_dim,
         BLOCK_D=max(_MIN_BLOCK_D, triton.next_power_of_2(head_dim)),
         BLOCK_VALUE_D=max(_MIN_BLOCK_D, triton.next_power_of_2(value_dim)),
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n if tail_mask is None else min(config.block_n, _MASKED_BLOCK_N),
-        HAS_MASK=tail_mask is not None,
-        HAS_CAP=cap is not None,
-        DTYPE=_DTYPES[torch.promote_types(query.dtype, key.dtype)],
+        DTYPE=_DTYPES[torch.promote_types(query.dtype, packed[0].dtype)],
         UPCAST=INTERPRETED,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
+        **config.options,
     )

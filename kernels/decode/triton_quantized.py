@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from ..storage.quantization import KEY_BLOCK, VALUE_GROUP, QuantizedKeys, QuantizedValues
-from ..triton_config import INTERPRETED, DecodeConfig
+from ..triton_config import INTERPRETED, LaunchConfig, Strided, launch
 from .split_k import Split
 from .triton_codes import center, channels, halves, key_codes, key_offset, value_codes, value_offset
 from .triton_plain import dot, log2_logits, rounded
@@ -61,21 +61,99 @@ def _value_numbers(words, GROUPS: tl.constexpr):
     return numbers
 
 
+@triton.jit
+def _load_queries(query_rows, is_row, D: tl.constexpr, BLOCK_U: tl.constexpr, BITS: tl.constexpr):
+    """
+    Each part's channels of the queries [BLOCK_M, BLOCK_U], divided by their largest [BLOCK_M].
+
+    At most 1, they stay in the range of float16 when a scale is multiplied in.
+    """
+    units = tl.arange(0, BLOCK_U)
+    loaded = ()
+    largest = tl.zeros([query_rows.shape[0]], tl.float32)
+    for part in tl.static_range(16 // BITS):
+        q = tl.load(
+            query_rows[:, None] + channels(units, part, D, BITS)[None, :],
+            mask=is_row[:, None] & (units < D * BITS // 16)[None, :],
+            other=0.0,
+        ).to(tl.float32)
+        loaded = loaded + (q,)
+        largest = tl.maximum(largest, tl.max(tl.abs(q), 1))
+    largest = tl.where(largest > 0, largest, 1.0)
+    queries = ()
+    for part in tl.static_range(16 // BITS):
+        queries = queries + (loaded[part] / largest[:, None],)
+    return queries, largest
+
+
+@triton.jit
+def _products(queries, codes, scales, minima, BITS: tl.constexpr, UPCAST: tl.constexpr):
+    """Products of the keys of a block, of which each part has its codes, with the queries: [BLOCK_N, BLOCK_M]."""
+    products = tl.zeros([codes[0].shape[0], queries[0].shape[0]], tl.float32)
+    constant = tl.zeros(queries[0].shape, tl.float32)  # what a query adds to all products of the block
+    for part in tl.static_range(16 // BITS):
+        scaled = (queries[part] * scales[part][None, :]).to(tl.float16)
+        constant += queries[part] * (minima[part] + center(BITS) * scales[part])[None, :]
+        constant -= scaled.to(tl.float32) * (key_offset(part, BITS) + center(BITS))
+        products = dot(codes[part], tl.trans(scaled), products, UPCAST)
+    return products + tl.sum(constant, 1)[None, :]
+
+
+@triton.jit
+def _scale_weights(weights, scales, minima, old, decay, BITS: tl.constexpr, UPCAST: tl.constexpr):
+    """Weights times the scales of each group, and with its minima added to the ``old`` ones: all [BLOCK_N, BLOCK_M]."""
+    scaled = ()
+    new = ()
+    for part in tl.static_range(len(scales)):
+        of_group = rounded(weights * scales[part][:, None], tl.bfloat16, UPCAST)
+        centers = minima[part] + center(BITS) * scales[part]
+        added = old[part] * decay + weights * centers[:, None]
+        if BITS == 4:
+            added -= of_group.to(tl.float32) * (value_offset(BITS) + center(BITS))
+        scaled = scaled + (of_group,)
+        new = new + (added,)
+    return scaled, new
+
+
+@triton.jit
+def _add_values(
+    acc,  # by columns and parts: [BLOCK_VALUE_U, BLOCK_M]
+    decay,
+    weights,  # by groups: [BLOCK_N, BLOCK_M]
+    rows,  # where the values' units begin: [BLOCK_N]
+    is_key,
+    VALUE_UNITS: tl.constexpr,
+    BLOCK_VALUE_U: tl.constexpr,
+    BITS: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """Products of a tile's values with the weights of its keys, added to what decays of the tiles before."""
+    PARTS: tl.constexpr = 16 // BITS
+    GROUPS: tl.constexpr = len(weights)
+    new = ()
+    for column in tl.static_range(len(acc) // PARTS):
+        units = column * BLOCK_VALUE_U + tl.arange(0, BLOCK_VALUE_U)
+        in_values = is_key[None, :] & (units < VALUE_UNITS)[:, None]
+        v = tl.load(rows[None, :] + units[:, None], mask=in_values, other=0)  # [BLOCK_VALUE_U, BLOCK_N]
+        codes = value_codes(v, BITS, UPCAST)
+        for part in tl.static_range(PARTS):
+            of_group = weights[column + (part % 2 * (GROUPS // 2) if BITS == 4 else 0)]
+            new = new + (dot(codes[part], of_group, acc[column * PARTS + part] * decay, UPCAST),)
+    return new
+
+
 @triton.jit(do_not_specialize=["num_rows", "q_len"])
 def _attend_quantized_kernel(
+    partial,  # [num_partials, num_rows, VALUE_D]
+    partial_lse,  # [num_partials, num_rows]
+    items,  # [num_items, 4]
     query,
-    key,
-    key_scale,
+    key,  # [total, KEY_UNITS], 16 bits each
+    key_scale,  # [key blocks, D // 2], two float16 a word; minima likewise
     key_minimum,
-    value,
-    value_scale,
+    value,  # [total, VALUE_UNITS]
+    value_scale,  # [total, (GROUPS + 1) // 2]
     value_minimum,
-    items,
-    partial,
-    partial_lse,
-    query_batch,
-    query_head,
-    query_token,
     num_rows,
     q_len,
     row_tiles,
@@ -92,10 +170,9 @@ def _attend_quantized_kernel(
     GROUPS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    HAS_CAP: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    KEY_PARTS: tl.constexpr = 16 // KEY_BITS
+    """Attention of ``BLOCK_M`` query rows of a segment over one item's keys."""
     VALUE_PARTS: tl.constexpr = 16 // VALUE_BITS
     KEY_UNITS: tl.constexpr = D * KEY_BITS // 16
     VALUE_UNITS: tl.constexpr = VALUE_D * VALUE_BITS // 16
@@ -115,27 +192,12 @@ def _attend_quantized_kernel(
     is_row = rows < num_rows
     head = kv_head * group + rows // q_len
     token = (rows % q_len).to(tl.int64)
-    query_rows = query + batch * query_batch + head * query_head + token * query_token
+    query_rows = query.pointer + batch * query.batch + head * query.head + token * query.token
     units = tl.arange(0, BLOCK_U)
     value_units = tl.arange(0, BLOCK_VALUE_U)
     offs_n = tl.arange(0, BLOCK_N)
 
-    loaded = ()
-    largest = tl.zeros([BLOCK_M], tl.float32)
-    for part in tl.static_range(KEY_PARTS):
-        q = tl.load(
-            query_rows[:, None] + channels(units, part, D, KEY_BITS)[None, :],
-            mask=is_row[:, None] & (units < KEY_UNITS)[None, :],
-            other=0.0,
-        ).to(tl.float32)  # [BLOCK_M, BLOCK_U]
-        loaded = loaded + (q,)
-        largest = tl.maximum(largest, tl.max(tl.abs(q), 1))
-    # At most 1, so that times a scale it is in the range of float16
-    largest = tl.where(largest > 0, largest, 1.0)
-    queries = ()
-    for part in tl.static_range(KEY_PARTS):
-        queries = queries + (loaded[part] / largest[:, None],)
-    factors = largest * factor
+    queries, largest = _load_queries(query_rows, is_row, D, BLOCK_U, KEY_BITS)
 
     # Keys are rows of all tiles and queries columns: then 8 queries fill an instruction's tile
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -146,7 +208,7 @@ def _attend_quantized_kernel(
     acc = ()
     for _ in tl.static_range(COLUMNS * VALUE_PARTS):
         acc = acc + (tl.zeros([BLOCK_VALUE_U, BLOCK_M], tl.float32),)
-    # Scales are loaded one turn ahead; codes are loaded ahead by the compiler
+    # Scales are loaded a turn ahead, as the compiler does with codes
     key_scale_words = _load_key_words(key_scale, block, D, BLOCK_U, KEY_BITS)
     key_minimum_words = _load_key_words(key_minimum, block, D, BLOCK_U, KEY_BITS)
     value_scale_words = _load_value_words(value_scale, first, last, BLOCK_N, GROUPS)
@@ -163,15 +225,8 @@ def _attend_quantized_kernel(
         codes = key_codes(k, KEY_BITS, UPCAST)
         scales = _key_numbers(key_scale_words, KEY_BITS)
         key_minima = _key_numbers(key_minimum_words, KEY_BITS)
-        products = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-        constant = tl.zeros([BLOCK_M, BLOCK_U], tl.float32)  # what a query adds to all products of the block
-        for part in tl.static_range(KEY_PARTS):
-            scaled = (queries[part] * scales[part][None, :]).to(tl.float16)
-            constant += queries[part] * (key_minima[part] + center(KEY_BITS) * scales[part])[None, :]
-            constant -= scaled.to(tl.float32) * (key_offset(part, KEY_BITS) + center(KEY_BITS))
-            products = dot(codes[part], tl.trans(scaled), products, UPCAST)
-        products += tl.sum(constant, 1)[None, :]
-        logits = log2_logits(products, factors[None, :], cap, HAS_CAP)
+        products = _products(queries, codes, scales, key_minima, KEY_BITS, UPCAST)  # [BLOCK_N, BLOCK_M]
+        logits = log2_logits(products, (largest * factor)[None, :], cap)
         logits = tl.where(is_key[:, None], logits, float("-inf"))
         new_peak = tl.maximum(peak, tl.max(logits, 0))
         shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
@@ -182,30 +237,11 @@ def _attend_quantized_kernel(
 
         scales = _value_numbers(value_scale_words, GROUPS)
         value_minima = _value_numbers(value_minimum_words, GROUPS)
-        scaled_weights = ()
-        new_minima = ()
-        for part in tl.static_range(GROUPS):
-            scaled = rounded(weights * scales[part][:, None], tl.bfloat16, UPCAST)
-            scaled_weights = scaled_weights + (scaled,)
-            centers = value_minima[part] + center(VALUE_BITS) * scales[part]
-            added = minima[part] * decay + weights * centers[:, None]
-            if VALUE_BITS == 4:
-                added -= scaled.to(tl.float32) * (value_offset(VALUE_BITS) + center(VALUE_BITS))
-            new_minima = new_minima + (added,)
-        minima = new_minima
-        new_acc = ()
-        for column in tl.static_range(COLUMNS):
-            v = tl.load(
-                value + tokens.to(tl.int64)[None, :] * VALUE_UNITS + (column * BLOCK_VALUE_U + value_units)[:, None],
-                mask=is_key[None, :] & (column * BLOCK_VALUE_U + value_units < VALUE_UNITS)[:, None],
-                other=0,
-            )  # [BLOCK_VALUE_U, BLOCK_N]
-            codes = value_codes(v, VALUE_BITS, UPCAST)
-            for part in tl.static_range(VALUE_PARTS):
-                of_group = scaled_weights[column + (part % 2 * (GROUPS // 2) if VALUE_BITS == 4 else 0)]
-                old = acc[column * VALUE_PARTS + part] * decay
-                new_acc = new_acc + (dot(codes[part], of_group, old, UPCAST),)
-        acc = new_acc
+        scaled_weights, minima = _scale_weights(weights, scales, value_minima, minima, decay, VALUE_BITS, UPCAST)
+        value_rows = value + tokens.to(tl.int64) * VALUE_UNITS
+        acc = _add_values(
+            acc, decay, scaled_weights, value_rows, is_key, VALUE_UNITS, BLOCK_VALUE_U, VALUE_BITS, UPCAST
+        )
         block += 1
         if start + BLOCK_N < last:
             key_scale_words = _load_key_words(key_scale, block, D, BLOCK_U, KEY_BITS)
@@ -230,14 +266,7 @@ def _attend_quantized_kernel(
 
 
 def attend_quantized(
-    query: torch.Tensor,
-    key: QuantizedKeys,
-    value: QuantizedValues,
-    split: Split,
-    *,
-    factor: float,
-    cap: float | None,
-    config: DecodeConfig,
+    query: torch.Tensor, key: QuantizedKeys, value: QuantizedValues, split: Split, config: LaunchConfig
 ) -> None:
     """
     Attention of each item of the packed tensors over its own keys alone, written to the partial results of ``split``.
@@ -250,9 +279,7 @@ def attend_quantized(
         Codes of ``split.work``'s segments.
     split : Split
         The items.
-    factor, cap : float
-        See :func:`~kvzip_press.kernels.decode.triton_plain.log2_logits`; ``cap`` None for none.
-    config : DecodeConfig
+    config : LaunchConfig
         The launch.
 
     Raises
@@ -271,30 +298,28 @@ def attend_quantized(
         raise ValueError(f"value head_dim {value.head_dim} has an odd number of groups; use backend='torch'")
     columns = groups if value.bits == 8 else (groups + 1) // 2
     row_tiles = triton.cdiv(split.num_rows, config.block_m)
-    num_programs = len(split.work) * row_tiles
-    if num_programs == 0:
-        return
-    assert config.block_n == KEY_BLOCK
     value_words = torch.float16 if groups == 1 else torch.int32
-    _attend_quantized_kernel[(num_programs,)](
-        query,
+    assert config.block_n == KEY_BLOCK
+    launch(
+        _attend_quantized_kernel,
+        (len(split.work) * row_tiles,),
+        split.partial,
+        split.partial_lse,
+        split.work.items,
+        Strided(query, *query.stride()[:3]),
         key.codes.view(torch.int16),
         key.scale.view(torch.int32),
         key.minimum.view(torch.int32),
         value.codes.view(torch.int16),
         value.scale.view(value_words),
         value.minimum.view(value_words),
-        split.work.items,
-        split.partial,
-        split.partial_lse,
-        *query.stride()[:3],
         split.num_rows,
         query.shape[2],
         row_tiles,
         split.num_kv_heads,
         query.shape[1] // split.num_kv_heads,
-        factor,
-        0.0 if cap is None else cap,
+        split.factor,
+        split.cap,
         D=key.head_dim,
         VALUE_D=value.head_dim,
         BLOCK_U=max(16, triton.next_power_of_2(key.head_dim * key.bits // 16)),
@@ -304,8 +329,6 @@ def attend_quantized(
         GROUPS=groups,
         BLOCK_M=config.block_m,
         BLOCK_N=KEY_BLOCK,
-        HAS_CAP=cap is not None,
         UPCAST=INTERPRETED,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
+        **config.options,
     )

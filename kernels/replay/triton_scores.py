@@ -4,84 +4,15 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 import triton
 import triton.language as tl
 
-from ..triton_config import INTERPRETED, architecture, decode_kind, multiprocessors, replay_config
-
-LOG2_E = math.log2(math.e)
-
-
-@triton.jit
-def softcapped(logits, scale, softcap):
-    """``softcap * tanh(logits * scale / softcap)``; ``scale`` and ``softcap`` in the same units."""
-    growth = tl.exp2(logits * (scale / softcap * 2.8853900817779268))  # exp(2 x)
-    return softcap - 2.0 * softcap / (growth + 1.0)
-
-
-@triton.jit
-def load_rows(
-    pointer,
-    row_offset,  # [BLOCK_ROWS]
-    num_rows,
-    num_channels,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    MASK_ROWS: tl.constexpr,
-    MASK_CHANNELS: tl.constexpr,
-):
-    """A tile [BLOCK_ROWS, BLOCK_C] of rows of contiguous channels; zeros in what is masked."""
-    row, channel = tl.arange(0, BLOCK_ROWS), tl.arange(0, BLOCK_C)
-    pointers = pointer + row_offset[:, None] + channel[None, :]
-    if MASK_ROWS and MASK_CHANNELS:
-        return tl.load(pointers, mask=(row < num_rows)[:, None] & (channel < num_channels)[None, :], other=0.0)
-    if MASK_ROWS:
-        return tl.load(pointers, mask=(row < num_rows)[:, None], other=0.0)
-    if MASK_CHANNELS:
-        return tl.load(pointers, mask=(channel < num_channels)[None, :], other=0.0)
-    return tl.load(pointers)
-
-
-@triton.jit
-def products(
-    tile,  # [BLOCK_ROWS, BLOCK_D], the rows; not used with channels in blocks
-    rows,
-    row_offset,  # [BLOCK_ROWS]
-    num_rows,
-    others,
-    other_offset,  # [BLOCK_OTHERS]
-    num_others,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_OTHERS: tl.constexpr,
-    MASK_OTHERS: tl.constexpr,
-    UPCAST: tl.constexpr,
-):
-    """
-    Products of all ``rows`` with all ``others``: [BLOCK_ROWS, BLOCK_OTHERS], float32.
-
-    A product in float32 holds its operands in registers: there the channels go through in blocks of ``BLOCK_C``.
-    """
-    if BLOCK_C == BLOCK_D:
-        other = load_rows(
-            others, other_offset, num_others, HEAD_DIM, BLOCK_OTHERS, BLOCK_D, MASK_OTHERS, HEAD_DIM < BLOCK_D
-        )
-        if UPCAST:
-            other = other.to(tl.float32)
-        return tl.dot(tile, tl.trans(other), input_precision="ieee")
-    product = tl.zeros([BLOCK_ROWS, BLOCK_OTHERS], tl.float32)
-    for channel in tl.range(0, BLOCK_D, BLOCK_C):
-        left = HEAD_DIM - channel
-        part = load_rows(rows + channel, row_offset, num_rows, left, BLOCK_ROWS, BLOCK_C, True, HEAD_DIM < BLOCK_D)
-        other = load_rows(
-            others + channel, other_offset, num_others, left, BLOCK_OTHERS, BLOCK_C, MASK_OTHERS, HEAD_DIM < BLOCK_D
-        )
-        product = tl.dot(part, tl.trans(other), product, input_precision="ieee")
-    return product
+from ..options import ReplayOptions
+from ..triton_config import architecture, kind_of, launch, launch_config, multiprocessors
+from .triton_tiles import LOG2_E, kernel_shape, of_head, products, softcapped, strided, whole_rows
 
 
 @triton.jit
@@ -90,59 +21,36 @@ def _fold_rows(
     begin,
     stop,
     key_tile,  # [BLOCK_N, BLOCK_D]
-    key,
-    num_keys,
-    query,
-    query_stride_h,
+    keys,  # see load_rows
+    queries,  # pointer, distance of the tokens, distance of the query heads
     lse,
     row_weight,
     first_token,
     end_token,  # [BLOCK_N]
     scale,
     softcap,
-    QUERY_STRIDE: tl.constexpr,
-    KEY_STRIDE: tl.constexpr,
-    REDUCTION: tl.constexpr,
-    GROUP: tl.constexpr,
-    PACK: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    FOLD: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
     MASKED: tl.constexpr,
-    UPCAST: tl.constexpr,
+    FOLD: tl.constexpr,
+    REDUCTION: tl.constexpr,
+    PACK: tl.constexpr,
+    SHAPE: tl.constexpr,
 ):
     """Fold the rows ``[begin, stop)`` in; all tiles are whole unless ``MASKED``, and then there is at most one."""
     MAXIMUM: tl.constexpr = REDUCTION == "max" or REDUCTION == "logit"
+    BLOCK_M: tl.constexpr = SHAPE.block_m
+    BLOCK_N: tl.constexpr = SHAPE.block_n
+    query, token_stride, head_stride = queries
     row = tl.arange(0, BLOCK_M)
     row_token, row_member = row // PACK, row % PACK
-    query_offset = row_token * QUERY_STRIDE + row_member * query_stride_h  # within a tile: 32 bits hold it
+    query_offset = row_token * token_stride + row_member * head_stride  # within a tile: 32 bits hold it
     for first_row in tl.range(begin, stop, BLOCK_M, num_stages=1 if MASKED else None):
         num_rows = stop - first_row
         token = first_token + first_row // PACK
-        logits = products(
-            key_tile,
-            key,
-            tl.arange(0, BLOCK_N) * KEY_STRIDE,
-            num_keys,
-            query + tl.cast(token, tl.int64) * QUERY_STRIDE,
-            query_offset,
-            num_rows,
-            HEAD_DIM,
-            BLOCK_D,
-            BLOCK_C,
-            BLOCK_N,
-            BLOCK_M,
-            MASKED,
-            UPCAST,
-        )  # [BLOCK_N, BLOCK_M]
+        query_rows = (query + tl.cast(token, tl.int64) * token_stride, query_offset, num_rows)
+        logits = products(key_tile, keys, query_rows, MASKED, SHAPE)  # [BLOCK_N, BLOCK_M]
         factor = scale
         # The soft-cap rises with the logit: it can wait for the maximum unless the rows have weights
-        if HAS_SOFTCAP and (REDUCTION != "logit" or row_weight is not None):
+        if SHAPE.has_softcap and (REDUCTION != "logit" or row_weight is not None):
             logits = softcapped(logits, scale, softcap)
             factor = 1.0
         if row_weight is not None:
@@ -151,13 +59,12 @@ def _fold_rows(
             if row_weight is not None:
                 logits *= (weight * factor)[None, :]
         else:
-            shift = tl.load(
-                lse + token * GROUP + row_token * GROUP + row_member, mask=row < num_rows, other=float("inf")
-            )
+            row_lse = lse + token * SHAPE.group + row_token * SHAPE.group + row_member
+            shift = tl.load(row_lse, mask=row < num_rows, other=float("inf"))
             if REDUCTION == "max" and row_weight is not None:
                 shift -= tl.log2(tl.maximum(weight, 0.0))
             logits = logits * factor - shift[None, :]
-        if HAS_WINDOW:
+        if SHAPE.has_window:
             logits = tl.where((token + row_token)[None, :] < end_token[:, None], logits, float("-inf"))
         if MASKED and REDUCTION == "logit":
             logits = tl.where((row < num_rows)[None, :], logits, float("-inf"))
@@ -189,23 +96,9 @@ def scores_kernel(
     num_kv_heads,
     scale,
     softcap,
-    query_stride_b,
-    query_stride_h,
-    key_stride_b,
-    key_stride_h,
-    QUERY_STRIDE: tl.constexpr,
-    KEY_STRIDE: tl.constexpr,
     REDUCTION: tl.constexpr,
-    GROUP: tl.constexpr,
     PACK: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    UPCAST: tl.constexpr,
+    SHAPE: tl.constexpr,
 ):
     """
     Reduce one block of columns of one KV head over ``split_tokens`` replayed tokens of its query heads.
@@ -215,66 +108,52 @@ def scores_kernel(
     """
     FOLD: tl.constexpr = 16
     MAXIMUM: tl.constexpr = REDUCTION == "max" or REDUCTION == "logit"
+    GROUP: tl.constexpr = SHAPE.group
+    BLOCK_M: tl.constexpr = SHAPE.block_m
+    BLOCK_N: tl.constexpr = SHAPE.block_n
     first_column = tl.program_id(0) * BLOCK_N
     segment = tl.program_id(2).to(tl.int64)
     batch_row, kv_head = segment // num_kv_heads, segment % num_kv_heads
     column = first_column + tl.arange(0, BLOCK_N)
-    key += batch_row * key_stride_b + kv_head * key_stride_h + (start + first_column).to(tl.int64) * KEY_STRIDE
-    key_offset = tl.arange(0, BLOCK_N) * KEY_STRIDE
-    num_keys = num_columns - first_column
-    key_tile = load_rows(key, key_offset, num_keys, HEAD_DIM, BLOCK_N, BLOCK_D, True, HEAD_DIM < BLOCK_D)
-    if UPCAST:
-        key_tile = key_tile.to(tl.float32)
+    first_key = of_head(key, batch_row, kv_head) + (start + first_column).to(tl.int64) * key.token
+    keys = (first_key, tl.arange(0, BLOCK_N) * key.token, num_columns - first_column)
+    key_tile = whole_rows(keys, SHAPE)  # [BLOCK_N, BLOCK_D]
 
     first_token = tl.program_id(1) * split_tokens
     last_token = tl.minimum(first_token + split_tokens, q_len)
     end_token = column + window_end  # a column is out of sight from this token on
-    if HAS_WINDOW:
+    if SHAPE.has_window:
         last_token = tl.minimum(last_token, first_column + BLOCK_N - 1 + window_end)
     num_rows = tl.maximum(last_token - first_token, 0) * PACK
     whole = num_rows // BLOCK_M * BLOCK_M
 
-    query += batch_row * query_stride_b + kv_head * GROUP * query_stride_h
-    if REDUCTION != "logit":
-        lse += segment * q_len * GROUP
+    first_query = of_head(query, batch_row, kv_head * GROUP)
+    lse += segment * q_len * GROUP
     if row_weight is not None:
         row_weight += batch_row * q_len
     score = tl.full([BLOCK_N], float("-inf") if REDUCTION == "logit" else 0.0, tl.float32)
     for member in range(0, GROUP, PACK):
         folded = tl.full([BLOCK_N, FOLD], float("-inf") if MAXIMUM else 0.0, tl.float32)
-        member_query = query + tl.cast(member, tl.int64) * query_stride_h
-        member_lse = lse if REDUCTION == "logit" else lse + member
+        queries = (first_query + tl.cast(member, tl.int64) * query.head, query.token, query.head)
         for masked in tl.static_range(2):
             folded = _fold_rows(
                 folded,
                 whole if masked else 0,
                 num_rows if masked else whole,
                 key_tile,
-                key,
-                num_keys,
-                member_query,
-                query_stride_h,
-                member_lse,
+                keys,
+                queries,
+                lse + member,
                 row_weight,
                 first_token,
                 end_token,
                 scale,
                 softcap,
-                QUERY_STRIDE,
-                KEY_STRIDE,
-                REDUCTION,
-                GROUP,
-                PACK,
-                HEAD_DIM,
-                BLOCK_D,
-                BLOCK_C,
-                BLOCK_M,
-                BLOCK_N,
-                FOLD,
-                HAS_SOFTCAP,
-                HAS_WINDOW,
                 masked == 1,
-                UPCAST,
+                FOLD,
+                REDUCTION,
+                PACK,
+                SHAPE,
             )
         if MAXIMUM:
             reduced = tl.max(folded, axis=1)  # [BLOCK_N]
@@ -282,7 +161,7 @@ def scores_kernel(
                 reduced = tl.exp2(reduced)
             elif row_weight is None:
                 unseen = reduced == float("-inf")
-                scaled = softcapped(reduced, scale, softcap) if HAS_SOFTCAP else reduced * scale
+                scaled = softcapped(reduced, scale, softcap) if SHAPE.has_softcap else reduced * scale
                 reduced = tl.where(unseen, reduced, scaled)
         else:
             reduced = tl.sum(folded, axis=1)
@@ -298,21 +177,10 @@ def scores_kernel(
 
 
 def column_scores(
-    query: torch.Tensor,
-    context_key: torch.Tensor,
-    lse: torch.Tensor | None,
-    *,
-    start: int,
-    end: int,
-    softmax_scale: float,
-    softcap: float | None,
-    window: int | None,
-    reduction: str,
-    row_weight: torch.Tensor | None,
-    column_weight: torch.Tensor | None,
+    query: torch.Tensor, context_key: torch.Tensor, lse: torch.Tensor, options: ReplayOptions
 ) -> torch.Tensor:
     """
-    Reduce the weights (or logits) that replayed tokens give to the columns ``[start, end)``.
+    Reduce the weights (or logits) that replayed tokens give to the columns of the chunk.
 
     Parameters
     ----------
@@ -320,10 +188,10 @@ def column_scores(
         Shape (batch_size, num_heads, q_len, head_dim).
     context_key : torch.Tensor
         Shape (batch_size, num_kv_heads, context_len, head_dim).
-    lse : torch.Tensor, optional
-        Log-sum-exp of each row's scaled logits in base 2, float32, shape (batch_size * num_kv_heads, q_len, group).
-        ``"logit"`` needs none.
-    start, end, softmax_scale, softcap, window, reduction, row_weight, column_weight
+    lse : torch.Tensor
+        Log-sum-exp of each row's scaled logits in base 2, float32, shape (batch_size * num_kv_heads, q_len, group);
+        ``"logit"`` doesn't read it.
+    options : ReplayOptions
         See :func:`kvzip_press.kernels.replay.triton.replay_attention`.
 
     Returns
@@ -333,64 +201,45 @@ def column_scores(
     """
     batch_size, num_heads, q_len, head_dim = query.shape
     num_kv_heads, context_len = context_key.shape[1:3]
-    group, segments, num_columns = num_heads // num_kv_heads, batch_size * num_kv_heads, end - start
-    if num_columns == 0:
-        return torch.empty(batch_size, num_kv_heads, 0, dtype=torch.float32, device=query.device)
-    config = replay_config("scores", decode_kind(query.dtype), head_dim, architecture(query.device))
-    block_m = config.block_m if softcap is None and window is None else config.block_m // 2
-    pack = 1 if column_weight is not None else math.gcd(group, block_m)
+    group, segments, num_columns = num_heads // num_kv_heads, batch_size * num_kv_heads, options.end - options.start
+    config = launch_config("scores", kind_of(query.dtype), head_dim, architecture(query.device))
+    if options.softcap is not None or options.window is not None:
+        config = replace(config, block_m=config.block_m // 2)
+    # The query heads that share a tile; weights of columns are by head
+    pack = 1 if options.column_weight is not None else math.gcd(group, config.block_m)
+    tile_tokens = config.block_m // pack
     column_blocks = triton.cdiv(num_columns, config.block_n)
-    splits = max(1, multiprocessors(query.device) * config.blocks_per_sm // (column_blocks * segments))
-    tile_tokens = block_m // pack
+    splits = max(1, multiprocessors(query.device) * config.blocks_per_sm // max(1, column_blocks * segments))
     split_tokens = triton.cdiv(triton.cdiv(q_len, splits), tile_tokens) * tile_tokens
     splits = triton.cdiv(q_len, split_tokens)
     partial = torch.empty(splits, segments, num_columns, dtype=torch.float32, device=query.device)
-    unit = 1.0 if reduction == "logit" else LOG2_E
-    scores_kernel[column_blocks, splits, segments](
+    unit = 1.0 if options.reduction == "logit" else LOG2_E
+    launch(
+        scores_kernel,
+        (column_blocks, splits, segments),
         partial,
-        query,
-        context_key,
+        strided(query),
+        strided(context_key),
         lse,
-        None if row_weight is None else row_weight.to(torch.float32).contiguous(),
-        None if column_weight is None else column_weight.to(torch.float32).contiguous(),
+        *(
+            None if weight is None else weight.to(torch.float32).contiguous()
+            for weight in (options.row_weight, options.column_weight)
+        ),
         q_len,
-        start,
+        options.start,
         num_columns,
-        0 if window is None else start - context_len + window,
+        0 if options.window is None else options.start - context_len + options.window,
         split_tokens,
         num_kv_heads,
-        softmax_scale * unit,
-        1.0 if softcap is None else softcap * unit,
-        *query.stride()[:2],
-        *context_key.stride()[:2],
-        QUERY_STRIDE=query.stride(2),
-        KEY_STRIDE=context_key.stride(2),
-        REDUCTION=reduction,
-        GROUP=group,
+        options.softmax_scale * unit,
+        1.0 if options.softcap is None else options.softcap * unit,
+        REDUCTION=options.reduction,
         PACK=pack,
-        HEAD_DIM=head_dim,
-        BLOCK_D=block_dim(head_dim),
-        BLOCK_C=block_channels(head_dim, query.dtype),
-        BLOCK_M=block_m,
-        BLOCK_N=config.block_n,
-        HAS_SOFTCAP=softcap is not None,
-        HAS_WINDOW=window is not None,
-        UPCAST=INTERPRETED and query.dtype != torch.float32,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
+        SHAPE=kernel_shape(query, group, options, config),
+        **config.options,
     )
     if splits == 1:
         scores = partial[0]
     else:
-        scores = partial.amax(dim=0) if reduction in ("max", "logit") else partial.sum(dim=0)
+        scores = partial.amax(dim=0) if options.reduction in ("max", "logit") else partial.sum(dim=0)
     return scores.view(batch_size, num_kv_heads, num_columns)
-
-
-def block_dim(head_dim: int) -> int:
-    """Channels of a tile."""
-    return max(16, triton.next_power_of_2(head_dim))
-
-
-def block_channels(head_dim: int, dtype: torch.dtype) -> int:
-    """Channels of a block in products of queries and keys."""
-    return min(block_dim(head_dim), 32) if dtype == torch.float32 else block_dim(head_dim)

@@ -1,4 +1,4 @@
-"""The Triton decode kernels: their results, in the interpreter, and the work lists that they follow."""
+"""The Triton kernels: their results, in the interpreter, and the work lists and conversions that they rely on."""
 
 from __future__ import annotations
 
@@ -15,18 +15,20 @@ from hypothesis import strategies as st
 from packaging.version import Version
 
 from kvzip_press.kernels.decode.split_k import work_list
+from kvzip_press.kernels.options import ReplayOptions
 from kvzip_press.kernels.storage.quantization import KEY_BLOCK
 from kvzip_press.kernels.storage.segments import Segments
 
 CPU = torch.device("cpu")
 
 
-def test_results_in_the_interpreter(tmp_path):
-    """Every check of ``triton_decode_checks.py``: the interpreter must be chosen before the kernels are imported."""
+@pytest.mark.parametrize("operation", ["decode", "replay"])
+def test_results_in_the_interpreter(operation, tmp_path):
+    """Every check of ``triton_*_checks.py``: the interpreter must be chosen before the kernels are imported."""
     triton = pytest.importorskip("triton", reason="the extra 'gpu' is not installed")
     if Version(triton.__version__) < Version("3.7") and Version(np.__version__) >= Version("2.4"):
         pytest.skip(f"the interpreter of triton {triton.__version__} fails with numpy {np.__version__}")
-    checks = Path(__file__).with_name("triton_decode_checks.py")
+    checks = Path(__file__).with_name(f"triton_{operation}_checks.py")
     # The matrix products are smaller than what it takes to start threads for them
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "pytest", str(checks), "--noconftest", "-q", "-p", "no:cacheprovider"]
@@ -34,14 +36,18 @@ def test_results_in_the_interpreter(tmp_path):
     assert run.returncode == 0, run.stdout + run.stderr
 
 
-def test_tensors_on_the_cpu_are_refused():
-    """Outside of the interpreter, with the backend that takes them."""
-    triton_decode = pytest.importorskip("kvzip_press.kernels.decode.triton", reason="the extra 'gpu' is not installed")
+@pytest.mark.parametrize("operation", ["decode", "replay"])
+def test_tensors_on_the_cpu_are_refused(operation):
+    """Outside of the interpreter, with the backends that take them."""
+    module = f"kvzip_press.kernels.{operation}.triton"
+    kernels = pytest.importorskip(module, reason="the extra 'gpu' is not installed")
     pairs = torch.zeros(3, 64)
-    with pytest.raises(ValueError, match="takes tensors on a GPU, got cpu; use backend='cpu'"):
-        triton_decode.decode_attention(
-            torch.zeros(1, 1, 1, 64), pairs, pairs, Segments(torch.tensor([0, 3])), softmax_scale=1.0
-        )
+    states, options = pairs[None, None], ReplayOptions(anchor=0, start=0, end=3, local=True, softmax_scale=1.0)
+    with pytest.raises(ValueError, match="takes tensors on a GPU, got cpu; use backend='auto' or 'torch'"):
+        if operation == "decode":
+            kernels.decode_attention(states, pairs, pairs, Segments(torch.tensor([0, 3])), softmax_scale=1.0)
+        else:
+            kernels.replay_attention(states, states, states, states, states, options)
 
 
 @settings(max_examples=200, deadline=None)
@@ -83,8 +89,8 @@ def test_work_lists_of_uneven_heads_are_even(limit):
 def test_work_lists_are_made_once():
     """A decode step finds the list of the step before."""
     segments = Segments(torch.tensor([0, 500]))
-    choice = {"step": KEY_BLOCK, "limit": 4, "min_length": 128}
-    assert work_list(segments, CPU, **choice) is work_list(segments, CPU, **choice)
+    first, second = (work_list(segments, CPU, step=KEY_BLOCK, limit=4, min_length=128) for _ in range(2))
+    assert first is second
 
 
 def run_assembly(text: str, inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -134,8 +140,7 @@ def run_assembly(text: str, inputs: dict[str, np.ndarray]) -> dict[str, np.ndarr
 def test_codes_become_numbers(bits, of_keys):
     """The interpreter runs no assembly: here it is run on every possible unit, in both halves of a word."""
     codes = pytest.importorskip("kvzip_press.kernels.decode.triton_codes", reason="the extra 'gpu' is not installed")
-    name = f"{'KEY' if of_keys else 'VALUE'}_CODES_{bits}"
-    parts = 16 // bits
+    name, parts = f"{'KEY' if of_keys else 'VALUE'}_CODES_{bits}", 16 // bits
     units = np.arange(1 << 16, dtype=np.uint32), np.arange(1 << 16, dtype=np.uint32)[::-1]
     registers = run_assembly(getattr(codes, name).value, {f"${parts}": units[0] | units[1] << 16})
     for part in range(parts):
