@@ -32,26 +32,14 @@ class Strided(NamedTuple):
 
 @dataclass(frozen=True)
 class LaunchConfig:
-    """
-    How a kernel is launched.
+    """How a kernel is launched."""
 
-    Parameters
-    ----------
-    block_m : int
-        Query rows (query heads of a KV head x tokens) of a tile.
-    block_n : int
-        Keys of a tile.
-    num_warps, num_stages : int
-        Options of the launch.
-    blocks_per_sm : int
-        Blocks that an SM holds at a time: work is split until the GPU has that many.
-    """
-
-    block_m: int
-    block_n: int
+    block_m: int  # query rows (query heads of a KV head x tokens) of a tile
+    block_n: int  # keys of a tile
+    # num_warps, num_stages: options of the launch
     num_warps: int
     num_stages: int
-    blocks_per_sm: int
+    blocks_per_sm: int  # blocks that an SM holds at a time: work is split until the GPU has that many
 
     @property
     def options(self) -> dict[str, int]:

@@ -12,27 +12,16 @@ from ..storage.segments import Segments
 
 @dataclass(frozen=True)
 class WorkList:
-    """
-    Items of nearly equal length that together cover every segment once.
+    """Items of nearly equal length that together cover every segment once."""
 
-    Parameters
-    ----------
-    items : torch.Tensor
-        int32, shape (num_items, 4), in the order of the segments: segment, first pair, end (both counted in the packed
-        tensor) and the key block of the first pair (:data:`~kvzip_press.kernels.storage.quantization.KEY_BLOCK`).
-    offsets : torch.Tensor
-        int32, shape (num_segments + 1,): the items of segment ``i`` are ``offsets[i]:offsets[i + 1]``; an empty segment
-        has none.
-    max_length : int
-        Pairs of the longest item.
-    max_items : int
-        Most items that a segment has.
-    """
-
+    # int32, shape (num_items, 4), in the order of the segments: segment, first pair, end (both counted in the packed
+    # tensor) and the key block of the first pair (:data:`~kvzip_press.kernels.storage.quantization.KEY_BLOCK`)
     items: torch.Tensor
+    # int32, shape (num_segments + 1,): the items of segment ``i`` are ``offsets[i]:offsets[i + 1]``; an empty segment
+    # has none
     offsets: torch.Tensor
-    max_length: int
-    max_items: int
+    max_length: int  # pairs of the longest item
+    max_items: int  # most items that a segment has
 
     def __len__(self) -> int:
         return len(self.items)
@@ -40,37 +29,21 @@ class WorkList:
 
 @dataclass(frozen=True)
 class Split:
-    """
-    How one call is split and scaled, and where the results of its parts go.
+    """How one call is split and scaled, and where the results of its parts go."""
 
-    Parameters
-    ----------
-    work : WorkList
-        Items of the packed tensors.
-    num_kv_heads, num_rows : int
-        KV heads, and query rows of a (row, KV head) segment: its query heads x tokens.
-    tail_chunk, tail_splits : int
-        Keys and number of the further items that the tail of each segment is cut into.
-    partial : torch.Tensor
-        Normalised outputs, float32, shape (num_partials, num_rows, value_dim): first those of the items, then those of
-        the tail of each segment.
-    partial_lse : torch.Tensor
-        Their log-sum-exp to the base 2, float32, shape (num_partials, num_rows).
-    factor : float
-        Factor of the logits: to units of log 2, or with a soft-cap to the exponent of its tanh.
-    cap : float, optional
-        The soft-cap, in units of log 2.
-    """
-
-    work: WorkList
+    work: WorkList  # items of the packed tensors
+    # num_kv_heads, num_rows: KV heads, and query rows of a (row, KV head) segment: its query heads x tokens
     num_kv_heads: int
     num_rows: int
+    # tail_chunk, tail_splits: keys and number of the further items that the tail of each segment is cut into
     tail_chunk: int
     tail_splits: int
+    # normalised outputs, float32, shape (num_partials, num_rows, value_dim): first those of the items, then those of
+    # the tail of each segment
     partial: torch.Tensor
-    partial_lse: torch.Tensor
-    factor: float
-    cap: float | None
+    partial_lse: torch.Tensor  # their log-sum-exp to the base 2, float32, shape (num_partials, num_rows)
+    factor: float  # factor of the logits: to units of log 2, or with a soft-cap to the exponent of its tanh
+    cap: float | None  # the soft-cap, in units of log 2
 
     @property
     def most_partials(self) -> int:

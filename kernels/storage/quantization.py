@@ -27,29 +27,16 @@ _VALUE_ROWS = 1 << 14  # tokens quantised at a time: bounds the float32 copies
 
 @dataclass(frozen=True)
 class _Codes:
-    """
-    What quantised keys and values share: kernels read them as codes, everything else as numbers.
+    """What quantised keys and values share: kernels read them as codes, everything else as numbers."""
 
-    Parameters
-    ----------
-    codes : torch.Tensor
-        uint8, shape (total, head_dim) in 8 bits, (total, head_dim // 2) in 4 (see :func:`pack_codes`).
-    scale, minimum : torch.Tensor
-        float16: what a code stands for.
-    bits : int
-        8 or 4.
-    head_dim : int
-        Channels of a key or value.
-    dtype : torch.dtype
-        Of what was quantised.
-    """
-
+    # uint8, shape (total, head_dim) in 8 bits, (total, head_dim // 2) in 4 (see :func:`pack_codes`)
     codes: torch.Tensor
+    # scale, minimum: float16: what a code stands for
     scale: torch.Tensor
     minimum: torch.Tensor
-    bits: int
-    head_dim: int
-    dtype: torch.dtype
+    bits: int  # 8 or 4
+    head_dim: int  # channels of a key or value
+    dtype: torch.dtype  # of what was quantised
 
     def __len__(self) -> int:
         return len(self.codes)
