@@ -14,18 +14,11 @@ from transformers import Cache, PreTrainedModel
 
 from .cache.measure import is_compressed
 from .compressor import PrefilledContext, check_cache
-from .models import language_model
+from .replay import find_replay
 
 
 def _left_padding(mask: torch.Tensor, num_tokens: int) -> list[int]:
-    """
-    Left padding of each row of a 2-D attention mask.
-
-    Raises
-    ------
-    ValueError
-        If the mask has another length, an empty row, or holes.
-    """
+    """Left padding of each row of a 2-D attention mask; other padding, and an empty row, are refused."""
     if mask.shape[1] != num_tokens:
         raise ValueError(
             f"the last prefill call had an attention_mask of {mask.shape[1]} columns for {num_tokens} tokens; "
@@ -39,7 +32,7 @@ def _left_padding(mask: torch.Tensor, num_tokens: int) -> list[int]:
         raise ValueError("only left padding can be compressed, but attention_mask has zeros elsewhere; pad on the left")
     if (counts == 0).any():
         raise ValueError("a row of attention_mask is empty; remove the row")
-    return [int(n) for n in padding]
+    return [int(n) for n in padding.tolist()]
 
 
 class _Recording:
@@ -70,20 +63,14 @@ class _Recording:
         self.last_positions = None if positions is None else positions[..., -1]
 
     def context(self) -> PrefilledContext:
-        """
-        Describe the filled cache.
-
-        Raises
-        ------
-        ValueError
-            If the cache was changed since, or the calls mixed ids and embeddings.
-        """
+        """Describe the filled cache; one changed since, or filled by ids and by embeddings, is refused."""
         length = self.cache.get_seq_length()
-        ids = None if any(part is None for part in self.ids) else torch.cat(self.ids, dim=1)  # type: ignore[arg-type]
-        with_embeds = [part is not None for part in self.embeds]
-        if any(with_embeds) and not all(with_embeds):
+        ids, embeds = (
+            torch.cat(parts, dim=1) if all(part is not None for part in parts) else None  # type: ignore[arg-type]
+            for parts in (self.ids, self.embeds)
+        )
+        if embeds is None and any(part is not None for part in self.embeds):
             raise ValueError("a prefill in several calls must use input_ids in all of them, or inputs_embeds in all")
-        embeds = torch.cat(self.embeds, dim=1) if all(with_embeds) else None  # type: ignore[arg-type]
         tokens = ids if ids is not None else embeds
         assert tokens is not None
         batch_size, num_tokens = tokens.shape[:2]
@@ -105,20 +92,6 @@ class _Recording:
 _HOOK_LOCK = threading.Lock()
 
 
-# Whether this thread is replaying: those forward passes concern no press on the model
-_REPLAY = threading.local()
-
-
-@contextmanager
-def replaying() -> Iterator[None]:
-    """Keep the forward passes of a replay from every recorder of this thread."""
-    _REPLAY.running = True
-    try:
-        yield
-    finally:
-        _REPLAY.running = False
-
-
 class _GeneratePrefill:
     """A model's ``_prefill`` while at least one press watches it: the original, then what the presses do after it."""
 
@@ -130,8 +103,10 @@ class _GeneratePrefill:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         outputs = self._prefill(*args, **kwargs)
-        # The innermost block first, as when blocks end
-        for listener in reversed(self.listeners):
+        with _HOOK_LOCK:
+            # The innermost block first, as when blocks end
+            listeners = self.listeners[::-1]
+        for listener in listeners:
             listener(outputs.past_key_values)
         return outputs
 
@@ -147,11 +122,18 @@ class PrefillRecorder:
     """
     Records every cache that the entering thread fills, until it is taken.
 
-    Caches that are compressed already, and those of other threads, are left alone.
+    Caches that are compressed already, replays, and caches of other threads are left alone.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        The model.
+    decoder : nn.Module
+        Its part that owns the layers, see :func:`kvzip_press.models.language_model`.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._decoder = language_model(model)
+    def __init__(self, model: PreTrainedModel, decoder: nn.Module) -> None:
+        self._decoder = decoder
         self._outer = model
         # An image-text model turns ids into embeddings between its modules; kvpress's pipeline enters at model.model
         around = {id(module): module for module in (model, getattr(model, "model", model))}
@@ -162,7 +144,7 @@ class PrefillRecorder:
         self._parameters = inspect.signature(self._decoder.forward)
 
     def _mine(self) -> bool:
-        return threading.get_ident() == self._thread and not getattr(_REPLAY, "running", False)
+        return threading.get_ident() == self._thread
 
     def _arguments(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
         bound = self._parameters.bind_partial(*args, **kwargs).arguments
@@ -183,7 +165,7 @@ class PrefillRecorder:
             self._outer_arguments["attention_mask"] = kwargs.get("attention_mask")
 
     def _before(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        if not self._mine():
+        if not self._mine() or find_replay(args, kwargs):
             return
         arguments = self._arguments(args, kwargs)
         cache = arguments.get("past_key_values")
@@ -200,7 +182,7 @@ class PrefillRecorder:
             )
 
     def _after(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-        if not self._mine():
+        if not self._mine() or find_replay(args, kwargs):
             return
         arguments = self._arguments(args, kwargs)
         outer, self._outer_arguments = self._outer_arguments, {}

@@ -25,6 +25,23 @@ class Scorer:
     reduction: str
     normalized: bool = False
 
+    def weights(self, module: nn.Module, hidden_states: torch.Tensor, values: torch.Tensor) -> dict[str, torch.Tensor]:
+        """
+        Weights of replayed tokens and of context pairs, as the options of a replay name them.
+
+        Parameters
+        ----------
+        module : nn.Module
+            Attention module.
+        hidden_states : torch.Tensor
+            What it is about to see, shape (batch_size, q_len, hidden_size).
+        values : torch.Tensor
+            Values of the pairs that are scored, shape (batch_size, num_kv_heads, n, head_dim).
+        """
+        if not self.normalized:
+            return {}
+        return {"row_weight": inverse_hidden_norm(hidden_states), "column_weight": value_output_norm(module, values)}
+
 
 SCORERS = {
     # arXiv 2505.23416, equation 2

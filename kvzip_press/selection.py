@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
 
 import torch
+
+
+@runtime_checkable
+class HeadTable(Protocol):
+    """Scores of whole heads, as :class:`kvzip_press.HeadScores` holds them: shape (num_layers, num_kv_heads)."""
+
+    scores: torch.Tensor
+
+    def check_model(self, model: Any) -> None:
+        """Refuse, with a ValueError, a model that they don't fit."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +67,11 @@ def keep_top(scores: torch.Tensor, count: int) -> torch.Tensor:
     n = len(scores)
     if count <= 0 or count >= n:
         return torch.full((n,), count > 0, dtype=torch.bool, device=scores.device)
-    threshold = scores.kthvalue(n - count + 1).values
+    # The smaller side of the threshold. Not kthvalue, which torch counts among CUDA's nondeterministic operations
+    if 2 * count <= n:
+        threshold = scores.topk(count, sorted=False).values.min()
+    else:
+        threshold = scores.topk(n - count + 1, largest=False, sorted=False).values.max()
     keep = scores > threshold
     ties = (scores == threshold).nonzero().flatten()
     keep[ties[: count - int(keep.sum())]] = True
@@ -119,4 +135,5 @@ SELECTORS: dict[str, Callable[[torch.Tensor, Allowance], torch.Tensor]] = {
 }
 
 HEAD_LEVEL = "head"
-LEVELS = (*SELECTORS, HEAD_LEVEL)
+# All levels by name: a selector of pairs that is registered later is one of them
+LEVELS: ChainMap[str, Callable[..., torch.Tensor]] = ChainMap({HEAD_LEVEL: select_heads}, SELECTORS)

@@ -12,7 +12,7 @@ from tiny_models import build_model, random_ids
 from kvzip_press.compressor import PrefilledContext
 from kvzip_press.models import language_model
 from kvzip_press.prompts import EncodedPrompts
-from kvzip_press.replay import REPEATS, ReplayPass, plan_replay
+from kvzip_press.replay_plan import REPEATS, ReplayPass, RowContext, plan_replay
 
 PROMPTS = EncodedPrompts(
     first=[900],
@@ -28,8 +28,9 @@ PROMPTS = EncodedPrompts(
 IDS = list(range(100, 120))
 
 
-def plan(ids=IDS, protected=4, prefix_length=0, chunk_size=7, **options) -> list[ReplayPass]:
-    return plan_replay(ids, len(IDS), protected, prefix_length, PROMPTS, chunk_size=chunk_size, **options)
+def plan(ids=IDS, protected=4, prefix_length=0, chunk_size=7, num_tokens=20, **options) -> list[ReplayPass]:
+    context = RowContext(0, 0, num_tokens, ids, None, num_tokens, prefix_length, protected)
+    return plan_replay(context, PROMPTS, chunk_size=chunk_size, **options)
 
 
 def test_chunks_and_anchors_worked_by_hand():
@@ -80,9 +81,7 @@ def test_ablations_feed_a_part_and_score_everything(repeat, fed):
 
 def test_a_tenth_of_a_longer_context():
     """Of 200 tokens after the prefix twenty are fed, the first or the last ones."""
-    first, last = (
-        plan_replay(None, 204, 4, 0, PROMPTS, chunk_size=50, repeat=repeat)[0] for repeat in ("first", "last")
-    )
+    first, last = (plan(ids=None, num_tokens=204, repeat=repeat)[0] for repeat in ("first", "last"))
     assert first.fed == (4, 24) and last.fed == (184, 204)
     assert first.scored == last.scored == (4, 204)
 
@@ -100,7 +99,7 @@ def test_what_is_planned_is_what_is_fed(repeat):
     )
     scores = compressor.score(context)[0]
     handle.remove()
-    passes = plan_replay(ids[0].tolist(), 60, 4, 0, compressor.prompts, chunk_size=30, repeat=repeat)
+    passes = plan_replay(*context.rows(compressor.prompts, 4), compressor.prompts, chunk_size=30, repeat=repeat)
     assert len(fed) == len(passes) == (2 if repeat == "context" else 1)
     for (tokens, positions), step in zip(fed, passes, strict=True):
         assert tokens[0].tolist() == step.prompt + ids[0, slice(*step.fed)].tolist()
