@@ -185,7 +185,7 @@ def test_hybrid_models_evict_their_global_layers_and_shrink_the_sliding_ones(fam
     full = prefill(model, IDS)
     for index, layer in enumerate(cache.layers):
         if isinstance(layer, WindowLayer):
-            held, _ = layer._states_held.view()
+            held, _ = layer._tail.view()
             assert torch.allclose(held, full.layers[index].keys[:, :, -(WINDOW - 1) :], atol=1e-5)
             assert layer.nbytes == 2 * 2 * (WINDOW - 1) * 16 * 4
     assert kept_fraction(cache) == pytest.approx(0.3, abs=0.01)
@@ -335,7 +335,7 @@ def tensors_of(cache):
         if isinstance(layer, RaggedLayer):
             yield from (layer.packed_keys, layer.packed_values, *layer._tail._buffers)
         else:
-            yield from layer._states_held._buffers
+            yield from layer._tail._buffers
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "mistral-sliding"])

@@ -16,15 +16,6 @@ from .window import WindowLayer
 QUANTIZATIONS = {"int8": 8, "int4": 4}
 
 
-def _store(
-    packed_keys: torch.Tensor, packed_values: torch.Tensor, segments: Segments, quantization: str | None
-) -> tuple[PackedKeys, PackedValues]:
-    if quantization is None:
-        return packed_keys, packed_values
-    bits = QUANTIZATIONS[quantization]
-    return quantize_keys(packed_keys, segments, bits), quantize_values(packed_values, bits)
-
-
 def _pack_layer(
     keys: torch.Tensor,
     values: torch.Tensor,
@@ -39,7 +30,12 @@ def _pack_layer(
 ) -> RaggedLayer:
     """Copy what ``keep`` (batch_size, num_kv_heads, held) names out of dense keys and values."""
     segments = Segments.from_lengths(keep.sum(dim=-1).flatten())
-    packed_keys, packed_values = _store(keys[keep], values[keep], segments, quantization)
+    packed_keys: PackedKeys = keys[keep]
+    packed_values: PackedValues = values[keep]
+    if quantization is not None:
+        bits = QUANTIZATIONS[quantization]
+        packed_keys = quantize_keys(packed_keys, segments, bits)
+        packed_values = quantize_values(packed_values, bits)
     positions = None
     if window is not None:
         columns = torch.arange(context_length - keys.shape[2], context_length, dtype=torch.int32, device=keys.device)

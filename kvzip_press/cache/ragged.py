@@ -70,10 +70,8 @@ class RaggedLayer(LogicalLayer):
         self.is_initialized = True
         self.dtype, self.device = packed_keys.dtype, packed_keys.device
         self.head_dims = (packed_keys.shape[-1], packed_values.shape[-1])
-        like = torch.empty(0, dtype=self.dtype, device=self.device)
-        self._tail = GrowingStates(
-            *(plain_empty((batch_size, self.num_kv_heads, 0, dim), like) for dim in self.head_dims)
-        )
+        shape = (batch_size, self.num_kv_heads, 0)
+        self._tail = GrowingStates(*(plain_empty((*shape, dim), self.dtype, self.device) for dim in self.head_dims))
 
     def __repr__(self) -> str:
         return (
@@ -102,14 +100,6 @@ class RaggedLayer(LogicalLayer):
         held = [self.packed_keys, self.packed_values, self.cu_seqlens, self.positions]
         return self._tail.nbytes + sum(_nbytes(part) for part in held if part is not None)
 
-    @property
-    def tail_length(self) -> int:
-        """Tokens after the context."""
-        return self._tail.length
-
-    def _truncate_tail(self, length: int) -> None:
-        self._tail.truncate(length)
-
     def get_mask_sizes(self, cache_position: torch.Tensor) -> tuple[int, int]:
         """Length and offset of the mask: the tail and the new tokens, after the context."""
         return self.tail_length + cache_position.shape[0], self.context_length
@@ -117,22 +107,8 @@ class RaggedLayer(LogicalLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, cache_kwargs: dict[str, Any] | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """
-        Append the new tokens to the tail.
-
-        Returns
-        -------
-        tuple[torch.Tensor, torch.Tensor]
-            The tail's keys and values, routed to this layer.
-
-        Raises
-        ------
-        ValueError
-            If the batch size is not the cache's.
-        """
-        self._check_rows(key_states)
-        self._tail.append(key_states, value_states)
-        keys, values = self._tail.view()
+        """As of every compressed layer; the tail's keys and values are routed to this one."""
+        keys, values = super().update(key_states, value_states)
         return RoutedTensor.wrap(keys, self), RoutedTensor.wrap(values, self)
 
     def attend(
@@ -206,34 +182,25 @@ class RaggedLayer(LogicalLayer):
             elif packed is not None:
                 setattr(self, name, packed.select(self.segments, chosen))
         self.segments = self.segments.select(chosen)
-        self._tail.select_rows(torch.tensor(rows))
+        super()._select_rows(rows)
         self.prefix_pairs = [self.prefix_pairs[row] for row in rows]
         self.context_pairs = [self.context_pairs[row] for row in rows]
 
     def reset(self) -> None:
         """Forget everything, context included."""
-        like = torch.empty(0, dtype=self.dtype, device=self.packed_keys.device)
-        self.packed_keys, self.packed_values = (plain_empty((0, dim), like) for dim in self.head_dims)
-        self.positions = None if self.positions is None else plain_empty((0,), self.positions)
+        device = self.packed_keys.device
+        self.packed_keys, self.packed_values = (plain_empty((0, dim), self.dtype, device) for dim in self.head_dims)
+        self.positions = None if self.positions is None else plain_empty((0,), torch.int32, device)
         self.segments = Segments(torch.zeros_like(self.cu_seqlens))
         self.prefix_pairs, self.context_pairs = [0] * self.batch_size, [0] * self.batch_size
-        self.context_length = 0
-        self._tail.clear()
+        super().reset()
 
     def _move(self, device: torch.device | str) -> None:
-        self._tail.to(device)
+        super()._move(device)
         for name in ("packed_keys", "packed_values", "positions"):
             packed = getattr(self, name)
             if packed is not None:
                 setattr(self, name, packed.to(device, non_blocking=True))
-
-    def offload(self) -> None:
-        """Move the data to the CPU."""
-        self._move("cpu")
-
-    def prefetch(self) -> None:
-        """Move the data back to the layer's device."""
-        self._move(self.device)
 
 
 def _nbytes(packed: PackedKeys | PackedValues) -> int:
@@ -255,8 +222,14 @@ def _tail_mask(
         if mask.dtype == torch.bool:
             return mask
         visible = mask > torch.finfo(mask.dtype).min / 2
-        if bool((mask[visible] != 0).any()):
-            raise NotImplementedError("a compressed KV cache does not support an additive attention bias, only masks")
+        # The device is asked once for all layers that share the mask; the answer holds until its numbers change
+        state = (kv_len, None if attention_mask.is_inference() else attention_mask._version)
+        if getattr(attention_mask, "kvzip_press_unbiased", None) != state:
+            if bool(((mask != 0) & visible).any()):
+                raise NotImplementedError(
+                    "a compressed KV cache does not support an additive attention bias, only masks"
+                )
+            attention_mask.kvzip_press_unbiased = state  # type: ignore[attr-defined]
         return visible
     causal = None
     if q_len > 1 or window is not None:
