@@ -206,18 +206,9 @@ class KVzipPress(BasePress):
         """
         Collect the scores of one layer in one pass of the replay.
 
-        Registered on the attention modules of the scored layers for as long as a context is replayed. The routed
-        attention has just computed its output and the scores of the repeated chunk from one softmax; they go into the
-        replay's own cache, so that nothing of a context is held by press or model.
-
-        Parameters
-        ----------
-        module : nn.Module
-            Attention module, with ``layer_idx``.
-        input, kwargs
-            Its arguments, among them the replay's cache as ``past_key_values``.
-        output
-            Its output, which is returned as it is.
+        It is on the attention modules of the scored layers for as long as a context is replayed. The routed attention
+        has just computed its output and the scores of the repeated chunk from one softmax; they go into the replay's
+        own cache, found in ``kwargs``, so that press and model hold nothing of a context.
 
         Raises
         ------

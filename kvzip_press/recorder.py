@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -96,7 +96,7 @@ class _GeneratePrefill:
     """A model's ``_prefill`` while at least one press watches it: the original, then what the presses do after it."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self.listeners: list[Callable[[Cache], None]] = []
+        self.listeners: list[Callable[[Cache], Any]] = []
         self._attributes = model.__dict__
         self._prefill = model._prefill
         self._own = "_prefill" in self._attributes
@@ -116,6 +116,23 @@ class _GeneratePrefill:
             self._attributes["_prefill"] = self._prefill
         else:
             del self._attributes["_prefill"]
+
+
+@contextmanager
+def _listening(model: PreTrainedModel, listener: Callable[[Cache], Any]) -> Iterator[None]:
+    """Hook the one place where ``generate`` tells a prefill, chunked or not, from a decode step."""
+    with _HOOK_LOCK:
+        hook = model.__dict__.get("_prefill")
+        if not isinstance(hook, _GeneratePrefill):
+            hook = model.__dict__["_prefill"] = _GeneratePrefill(model)
+        hook.listeners.append(listener)
+    try:
+        yield
+    finally:
+        with _HOOK_LOCK:
+            hook.listeners.remove(listener)
+            if not hook.listeners:
+                hook.restore()
 
 
 class PrefillRecorder:
@@ -143,8 +160,9 @@ class PrefillRecorder:
         self._outer_arguments: dict[str, Any] = {}
         self._parameters = inspect.signature(self._decoder.forward)
 
-    def _mine(self) -> bool:
-        return threading.get_ident() == self._thread
+    def _mine(self, *arguments: Any, **named: Any) -> bool:
+        """Whether a call concerns the press: one of its own thread, and no replay."""
+        return threading.get_ident() == self._thread and find_replay(arguments, named) is None
 
     def _arguments(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
         bound = self._parameters.bind_partial(*args, **kwargs).arguments
@@ -165,7 +183,7 @@ class PrefillRecorder:
             self._outer_arguments["attention_mask"] = kwargs.get("attention_mask")
 
     def _before(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        if not self._mine() or find_replay(args, kwargs):
+        if not self._mine(*args, **kwargs):
             return
         arguments = self._arguments(args, kwargs)
         cache = arguments.get("past_key_values")
@@ -182,7 +200,7 @@ class PrefillRecorder:
             )
 
     def _after(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-        if not self._mine() or find_replay(args, kwargs):
+        if not self._mine(*args, **kwargs):
             return
         arguments = self._arguments(args, kwargs)
         outer, self._outer_arguments = self._outer_arguments, {}
@@ -211,43 +229,17 @@ class PrefillRecorder:
         after_prefill : callable
             Called with the cache inside ``model.generate``, between the prefill and the first decode step.
         """
-        handles = [
-            self._decoder.register_forward_pre_hook(self._before, with_kwargs=True),
-            self._decoder.register_forward_hook(self._after, with_kwargs=True),
-        ]
-        for outer in self._outers:
-            handles.append(outer.register_forward_pre_hook(self._before_outer, with_kwargs=True))
-        try:
-            with self._generate_prefill(after_prefill):
-                yield
-        finally:
+        with ExitStack() as block:
+            handles = [
+                self._decoder.register_forward_pre_hook(self._before, with_kwargs=True),
+                self._decoder.register_forward_hook(self._after, with_kwargs=True),
+                *(outer.register_forward_pre_hook(self._before_outer, with_kwargs=True) for outer in self._outers),
+            ]
             for handle in handles:
-                handle.remove()
-
-    @contextmanager
-    def _generate_prefill(self, after_prefill: Callable[[Cache], None]) -> Iterator[None]:
-        """Hook the one place where ``generate`` tells a prefill, chunked or not, from a decode step."""
-        if not hasattr(self._outer, "_prefill"):
+                block.callback(handle.remove)
+            if hasattr(self._outer, "_prefill"):
+                block.enter_context(_listening(self._outer, lambda cache: self._mine() and after_prefill(cache)))
             yield
-            return
-
-        def listener(cache: Cache) -> None:
-            if self._mine():
-                after_prefill(cache)
-
-        attributes = self._outer.__dict__
-        with _HOOK_LOCK:
-            hook = attributes.get("_prefill")
-            if not isinstance(hook, _GeneratePrefill):
-                hook = attributes["_prefill"] = _GeneratePrefill(self._outer)
-            hook.listeners.append(listener)
-        try:
-            yield
-        finally:
-            with _HOOK_LOCK:
-                hook.listeners.remove(listener)
-                if not hook.listeners:
-                    hook.restore()
 
     def take(self, cache: Cache | None = None) -> list[PrefilledContext]:
         """Return the contexts recorded since the last call, of one cache or of all, and forget them."""

@@ -96,24 +96,18 @@ class _ScoredLayer(_ReplayLayer):
         self.weights = self.scorer.weights(module, hidden_states, self.values[:, :, self.start : self.end])
 
     def attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        softmax_scale: float,
-        softcap: float | None,
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, **scaling: Any
     ) -> torch.Tensor:
+        """Attention of the replayed tokens; the scores of the chunk are left for the forward hook."""
         options = ReplayOptions(
             anchor=self.anchor,
             start=self.start,
             end=self.end,
             local=self.local,
-            softmax_scale=softmax_scale,
-            softcap=softcap,
             window=self.window,
             reduction=self.scorer.reduction,
             **self.weights,
+            **scaling,
         )
         out, self.chunk_scores = replay_attention(
             query, key, value, self.keys, self.values, options, backend=self.backend

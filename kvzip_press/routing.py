@@ -17,15 +17,13 @@ class AttentionLayer(Protocol):
     """A cache layer that computes the attention over what it holds."""
 
     def attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        softmax_scale: float,
-        softcap: float | None,
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, **scaling: Any
     ) -> torch.Tensor:
-        """Attention output, shape and dtype of ``query`` (batch_size, num_heads, q_len, head_dim)."""
+        """
+        Attention output, shape and dtype of ``query`` (batch_size, num_heads, q_len, head_dim).
+
+        ``scaling`` are ``softmax_scale`` and ``softcap``, as the kernels take them.
+        """
         ...
 
 
@@ -106,8 +104,8 @@ def _route(function: Callable) -> Callable:
             key.unwrap(),
             value.unwrap() if isinstance(value, RoutedTensor) else value,
             attention_mask,
-            query.shape[-1] ** -0.5 if scaling is None else scaling,
-            kwargs.get("softcap"),
+            softmax_scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+            softcap=kwargs.get("softcap"),
         )
         if query.requires_grad and torch.is_grad_enabled():
             output = _NoGradient.apply(query, output)

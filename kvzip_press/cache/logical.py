@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from transformers.cache_utils import CacheLayerMixin
@@ -97,7 +97,7 @@ class LogicalStates:
     gives another ``LogicalStates``; assigning one back crops the layer. Everything else raises.
     """
 
-    def __init__(self, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
         self.shape = torch.Size(shape)
         self.dtype = dtype
         self.device = device
@@ -114,25 +114,15 @@ class LogicalStates:
         return self.shape if dim is None else self.shape[dim]
 
     def __getitem__(self, index: Any) -> LogicalStates:
-        items = index if isinstance(index, tuple) else (index,)
-        if Ellipsis in items:
-            position = items.index(Ellipsis)
-            items = items[:position] + (slice(None),) * (4 - len(items) + 1) + items[position + 1 :]
-        items += (slice(None),) * (4 - len(items))
-        whole = [item == slice(None) for item in items]
-        sequence = items[2]
-        if not (whole[0] and whole[1] and whole[3] and isinstance(sequence, slice) and not sequence.start):
-            self._refuse()
-        length = len(range(*sequence.indices(self.shape[2])))
-        if sequence.step not in (None, 1):
-            self._refuse()
-        return LogicalStates((*self.shape[:2], length, self.shape[3]), self.dtype, self.device)
-
-    def _refuse(self) -> NoReturn:
-        raise TypeError(
-            "the keys and values of a compressed layer can only be cropped, as in layer.keys[:, :, :length]; "
-            "their data is layer.packed_keys and layer.packed_values with layer.cu_seqlens"
-        )
+        whole = torch.empty(self.shape, dtype=self.dtype, device="meta")
+        part = whole[index]
+        others = part.ndim == 4 and (*part.shape[:2], part.shape[3]) == (*self.shape[:2], self.shape[3])
+        if not others or part.storage_offset() or part.stride() != whole.stride():
+            raise TypeError(
+                "the keys and values of a compressed layer can only be cropped, as in layer.keys[:, :, :length]; "
+                "their data is layer.packed_keys and layer.packed_values with layer.cu_seqlens"
+            )
+        return LogicalStates(part.shape, self.dtype, self.device)
 
 
 def _logical_states(index: int) -> Any:

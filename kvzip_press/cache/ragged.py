@@ -112,41 +112,16 @@ class RaggedLayer(LogicalLayer):
         return RoutedTensor.wrap(keys, self), RoutedTensor.wrap(values, self)
 
     def attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        softmax_scale: float,
-        softcap: float | None,
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, **scaling: Any
     ) -> torch.Tensor:
         """Attention over the kept context and the tail ``key``, ``value``, merged by log-sum-exp."""
-        mask = _tail_mask(attention_mask, query, key.shape[2], self.window)
-        if self.window is not None:
-            return self._windowed_attention(query, (key, value), mask, softmax_scale, softcap).to(query.dtype)
-        out, _ = decode_attention(
-            query,
-            self.packed_keys,
-            self.packed_values,
-            self.segments,
-            softmax_scale=softmax_scale,
-            softcap=softcap,
-            tail=(key, value),
-            tail_mask=mask,
-            backend=self.backend,
-        )
-        return out.to(query.dtype)
-
-    def _windowed_attention(
-        self,
-        query: torch.Tensor,
-        tail: tuple[torch.Tensor, torch.Tensor],
-        mask: torch.Tensor | None,
-        softmax_scale: float,
-        softcap: float | None,
-    ) -> torch.Tensor:
+        mask = _tail_mask(mask, query, key.shape[2], self.window)
+        options: dict[str, Any] = {"tail": (key, value), "backend": self.backend, **scaling}
+        if self.window is None:
+            packed = self.packed_keys, self.packed_values, self.segments
+            return decode_attention(query, *packed, tail_mask=mask, **options)[0].to(query.dtype)
         # Each query of a sliding layer sees a different suffix of every segment
-        assert self.positions is not None and self.window is not None
+        assert self.positions is not None
         keys, values = (
             packed if isinstance(packed, torch.Tensor) else packed.dequantize(self.segments).to(self.dtype)
             for packed in (self.packed_keys, self.packed_values)
@@ -158,19 +133,9 @@ class RaggedLayer(LogicalLayer):
             row_mask = mask[..., rows, :] if mask is not None and mask.shape[-2] > 1 else mask
             visible = self.positions > first_query + row - self.window
             counts = torch.cat([visible.new_zeros(1, dtype=torch.int64), visible.cumsum(0)]).cpu()
-            out, _ = decode_attention(
-                query[:, :, rows],
-                keys[visible],
-                values[visible],
-                counts[self.cu_seqlens],
-                softmax_scale=softmax_scale,
-                softcap=softcap,
-                tail=tail,
-                tail_mask=row_mask,
-                backend=self.backend,
-            )
-            parts.append(out)
-        return torch.cat(parts, dim=2)
+            seen = keys[visible], values[visible], counts[self.cu_seqlens]
+            parts.append(decode_attention(query[:, :, rows], *seen, tail_mask=row_mask, **options)[0])
+        return torch.cat(parts, dim=2).to(query.dtype)
 
     def _select_rows(self, rows: list[int]) -> None:
         heads = self.num_kv_heads
