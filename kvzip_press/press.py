@@ -179,14 +179,10 @@ class KVzipPress(BasePress):
             object.__setattr__(self, key, amount)
 
     def __repr__(self) -> str:
-        amount = next(name for name in ("budget", "ratio") if getattr(self, name) is not None)
-        shown = {amount: getattr(self, amount)}
-        for item in fields(self):
-            value = getattr(self, item.name)
-            if item.name in _AMOUNTS or item.name in _NOT_SHOWN or value == item.default:
-                continue
-            shown[item.name] = value
-        return f"KVzipPress({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
+        amount = "ratio" if self.budget is None else "budget"
+        others = [item for item in fields(self) if item.name not in (*_AMOUNTS, *_NOT_SHOWN)]
+        names = [amount, *(item.name for item in others if getattr(self, item.name) != item.default)]
+        return f"KVzipPress({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
 
     def post_init_from_model(self, model: PreTrainedModel) -> None:
         """

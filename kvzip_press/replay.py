@@ -216,21 +216,13 @@ def replay_row(
         The model that filled the cache.
     cache : Cache
         Its layers hold ``keys`` and ``values`` of shape (batch_size, num_kv_heads, held, head_dim).
-    context : RowContext
-        The row.
-    passes : list[ReplayPass]
-        The plan.
+    context, passes
+        The row, and the plan of its replay.
     forward_hook : callable
         Called after the attention of each scored layer in each pass, as a hook of ``nn.Module`` with keyword arguments;
         has the scores collected (:meth:`ReplayCache.collect`).
-    scorer : Scorer
-        The score.
-    local : bool
-        Attend to prefix, chunk and replayed tokens alone in the scored layers.
-    backend : str
-        Kernel backend.
-    progress : bool
-        Show a progress bar.
+    scorer, local, backend, progress
+        See :class:`kvzip_press.KVzipPress`.
 
     Returns
     -------

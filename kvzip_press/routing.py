@@ -83,13 +83,7 @@ class _NoGradient(torch.autograd.Function):
 def _route(function: Callable) -> Callable:
     @functools.wraps(function)
     def routed(
-        module: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        *args: Any,
-        **kwargs: Any,
+        module: Any, query: torch.Tensor, key: Any, value: Any, attention_mask: Any, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         if not isinstance(key, RoutedTensor):
             return function(module, query, key, value, attention_mask, *args, **kwargs)
@@ -132,11 +126,8 @@ def check_attention_implementation(implementation: str | None) -> None:
     """
     Refuse, before any work, an attention implementation that can't be routed.
 
-    Raises
-    ------
-    ValueError
-        For ``eager`` (each model file has its own), ``flex_attention`` (its block masks describe dense keys), paged
-        variants, and names that are not registered.
+    These are ``eager`` (each model file has its own), ``flex_attention`` (its block masks describe dense keys), paged
+    variants, and names that are not registered.
     """
     name = implementation or ""
     routable = name in ALL_ATTENTION_FUNCTIONS and name != "flex_attention" and not name.startswith("paged")

@@ -29,14 +29,8 @@ class Scorer:
         """
         Weights of replayed tokens and of context pairs, as the options of a replay name them.
 
-        Parameters
-        ----------
-        module : nn.Module
-            Attention module.
-        hidden_states : torch.Tensor
-            What it is about to see, shape (batch_size, q_len, hidden_size).
-        values : torch.Tensor
-            Values of the pairs that are scored, shape (batch_size, num_kv_heads, n, head_dim).
+        ``hidden_states`` (batch_size, q_len, hidden_size) are what the attention ``module`` is about to see, ``values``
+        (batch_size, num_kv_heads, n, head_dim) those of the scored pairs.
         """
         if not self.normalized:
             return {}
@@ -59,17 +53,8 @@ def value_output_norm(module: nn.Module, values: torch.Tensor) -> torch.Tensor:
     """
     ``||W_O v||``: magnitude of what each pair writes into the residual stream, by query head.
 
-    Parameters
-    ----------
-    module : nn.Module
-        Attention module with ``o_proj``.
-    values : torch.Tensor
-        Shape (batch_size, num_kv_heads, n, head_dim).
-
-    Returns
-    -------
-    torch.Tensor
-        Shape (batch_size, num_kv_heads, group, n), float32.
+    Of values (batch_size, num_kv_heads, n, head_dim), by the module's ``o_proj``: (batch_size, num_kv_heads, group, n),
+    float32.
 
     Raises
     ------

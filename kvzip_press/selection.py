@@ -43,19 +43,7 @@ class Allowance:
 
 def keep_top(scores: torch.Tensor, count: int) -> torch.Tensor:
     """
-    Keep exactly the ``count`` highest scores; among equal ones the first.
-
-    Parameters
-    ----------
-    scores : torch.Tensor
-        Shape (n,).
-    count : int
-        Between 0 and n.
-
-    Returns
-    -------
-    torch.Tensor
-        Boolean mask, shape (n,).
+    Boolean mask (n,) of exactly the ``count`` highest of the scores (n,); among equal ones the first are kept.
 
     Raises
     ------
@@ -107,21 +95,9 @@ def select_pair_uniform(scores: torch.Tensor, allowance: Allowance) -> torch.Ten
 
 def select_heads(head_scores: torch.Tensor, allowance: Allowance, tokens: int) -> torch.Tensor:
     """
-    Keep whole heads.
+    Keep whole heads of a context of so many tokens.
 
-    Parameters
-    ----------
-    head_scores : torch.Tensor
-        Shape (num_layers, num_kv_heads).
-    allowance : Allowance
-        Fraction of the heads, or tokens per head on average.
-    tokens : int
-        Tokens of the context.
-
-    Returns
-    -------
-    torch.Tensor
-        Boolean mask, shape (num_layers, num_kv_heads); ties go to the lower layer, then the lower head.
+    Scores and the boolean mask have shape (num_layers, num_kv_heads); ties go to the lower layer, then the lower head.
     """
     flat = head_scores.flatten()
     return keep_top(flat, allowance.count(flat.numel(), tokens)).view(head_scores.shape)

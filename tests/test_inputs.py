@@ -127,17 +127,6 @@ def test_a_name_without_a_tokenizer_says_so(model, tmp_path):
         pass
 
 
-def test_the_tokenizer_is_found_by_the_models_name(model, tmp_path):
-    """A model loaded from a folder with a tokenizer needs no tokenizer=."""
-    model.save_pretrained(tmp_path)
-    build_tokenizer().save_pretrained(tmp_path)
-    loaded = type(model).from_pretrained(tmp_path).eval()
-    ids = chat_ids("The harbour was rebuilt in 1907, the tower in 1911.")
-    found = prefill(loaded, ids, KVzipPress(ratio=0.3))
-    given = prefill(loaded, ids, KVzipPress(ratio=0.3, tokenizer=build_tokenizer()))
-    assert all_equal(packed_states(found), packed_states(given))
-
-
 def test_prompts_of_ids_need_no_tokenizer(model):
     """Prompts given as ids, with a prefix length, compress a model in memory without any tokenizer."""
     press = KVzipPress(ratio=0.3, chunk_size=32, prompts=IDS_ONLY)
@@ -175,19 +164,16 @@ def test_the_chat_prefix_is_kept_in_every_head(family, level):
 
 def test_a_long_system_prompt_is_kept_in_every_head(model):
     """A system prompt of the template, much longer than the sinks, is part of the prefix and never evicted."""
-    system = "You are a helpful assistant who answers in one short sentence."
+    prefix = "<s>system:You are a helpful assistant who answers in one short sentence.<s>user:"
     tokenizer = build_tokenizer(
-        "<s>system:" + system + "{% for m in messages %}<s>user:{{ m['content'] }}<e>{% endfor %}"
+        prefix.removesuffix("<s>user:") + "{% for m in messages %}<s>user:{{ m['content'] }}<e>{% endfor %}"
     )
-    prefix = "<s>system:" + system + "<s>user:"
     ids = torch.tensor([tokenizer.encode(prefix + "The tower was built in 1907. " * 3, add_special_tokens=False)])
     length = len(tokenizer.encode(prefix, add_special_tokens=False))
     assert length == 76
     compressed = prefill(model, ids, make_press(ratio=0.05, tokenizer=tokenizer))
-    for heads in kept_positions(prefill(model, ids), compressed):
-        for head in heads:
-            assert set(range(length)) <= head
-            assert not set(range(length, ids.shape[1])) <= head
+    for head in sum(kept_positions(prefill(model, ids), compressed), []):
+        assert set(range(length)) <= head and not set(range(length, ids.shape[1])) <= head
 
 
 def test_a_raw_context_keeps_its_sinks_and_nothing_else_for_free(model):
@@ -232,25 +218,18 @@ def test_short_contexts_keep_every_layer(family, length, level):
 NOT_A_FRACTION = [math.nan, math.inf, -0.1, True, False, "x", "0.3", [0.3], 1.5]
 
 
-@pytest.mark.parametrize("value", [*NOT_A_FRACTION, 0, 0.0])
-def test_a_bad_ratio_is_refused_in_the_constructor_and_later(value):
-    """What is no fraction to keep is refused at once, named with its value, and the press stays as it was."""
-    with pytest.raises(ValueError, match=r"ratio must be a number in \(0, 1\]"):
-        KVzipPress(ratio=value)
+@pytest.mark.parametrize(
+    ("name", "interval", "value"),
+    [("ratio", r"\(0, 1\]", value) for value in (*NOT_A_FRACTION, 0, 0.0)]
+    + [("compression_ratio", r"\[0, 1\)", value) for value in (*NOT_A_FRACTION, 1, 1.0)],
+)
+def test_what_is_no_fraction_is_refused_in_the_constructor_and_later(name, interval, value):
+    """Keeping nothing, removing everything, or what is no fraction: named at once, and the press stays as it was."""
+    with pytest.raises(ValueError, match=rf"^{name} must be a number in {interval}, got"):
+        KVzipPress(**{name: value})
     press = KVzipPress(ratio=0.4)
     with pytest.raises(ValueError, match="got"):
-        press.ratio = value
-    assert (press.ratio, press.compression_ratio) == (0.4, 0.6)
-
-
-@pytest.mark.parametrize("value", [*NOT_A_FRACTION, 1, 1.0])
-def test_a_bad_compression_ratio_is_refused_in_the_constructor_and_later(value):
-    """Removing everything, or what is no fraction, is refused at once, and the press stays as it was."""
-    with pytest.raises(ValueError, match=r"compression_ratio must be a number in \[0, 1\)"):
-        KVzipPress(compression_ratio=value)
-    press = KVzipPress(ratio=0.4)
-    with pytest.raises(ValueError, match="got"):
-        press.compression_ratio = value
+        setattr(press, name, value)
     assert (press.ratio, press.compression_ratio) == (0.4, 0.6)
 
 

@@ -50,9 +50,9 @@ def evict(
     """
     Evict in place; the full tensors are released layer by layer.
 
-    A cache whose eviction was cut off still works, with some layers full. Layers that slide are small, and share one
-    mask sized by the first that is known to slide: they are replaced together. Then the global ones from the last to
-    the first: their mask is sized by the first one, and a ragged layer can cut a mask that is too wide.
+    Layers that slide are small, and share one mask sized by the first that is known to slide: they are replaced
+    together. Then the global ones from the last to the first, which sizes their mask: ragged layers can cut one that
+    is too wide. So a cache whose eviction was cut off still works, with some layers full.
 
     Parameters
     ----------
