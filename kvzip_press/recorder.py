@@ -32,7 +32,7 @@ def _left_padding(mask: torch.Tensor, num_tokens: int) -> list[int]:
         raise ValueError("only left padding can be compressed, but attention_mask has zeros elsewhere; pad on the left")
     if (counts == 0).any():
         raise ValueError("a row of attention_mask is empty; remove the row")
-    return [int(n) for n in padding.tolist()]
+    return list(padding.tolist())
 
 
 class _Recording:
@@ -220,7 +220,7 @@ class PrefillRecorder:
         recording.add(arguments, outer)
 
     @contextmanager
-    def watch(self, after_prefill: Callable[[Cache], None]) -> Iterator[None]:
+    def watch(self, after_prefill: Callable[[Cache], Any]) -> Iterator[None]:
         """
         Record until the end of the block.
 

@@ -76,7 +76,7 @@ class _ScoredLayer(_ReplayLayer):
         self.window, self.scorer, self.local, self.backend = window, scorer, local, backend
         self.scores = torch.full(keys.shape[:3], -torch.inf, dtype=torch.float32, device=keys.device)
         self.chunk_scores: torch.Tensor | None = None
-        self.weights: dict[str, torch.Tensor] = {}
+        self.weights: dict[str, Any] = {}
 
     def begin_pass(self, protected: int, scored: tuple[int, int]) -> None:
         """Turn to the next chunk."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,7 +26,7 @@ class Scorer:
     reduction: str
     normalized: bool = False
 
-    def weights(self, module: nn.Module, hidden_states: torch.Tensor, values: torch.Tensor) -> dict[str, torch.Tensor]:
+    def weights(self, module: nn.Module, hidden_states: torch.Tensor, values: torch.Tensor) -> dict[str, Any]:
         """
         Weights of replayed tokens and of context pairs, as the options of a replay name them.
 

@@ -23,12 +23,9 @@ def _pack_layer(
 ) -> RaggedLayer:
     """Copy what ``keep`` (batch_size, num_kv_heads, held) names out of dense keys and values."""
     segments = Segments.from_lengths(keep.sum(dim=-1).flatten())
-    packed_keys: PackedKeys = keys[keep]
-    packed_values: PackedValues = values[keep]
-    if quantization is not None:
-        bits = QUANTIZATIONS[quantization]
-        packed_keys = quantize_keys(packed_keys, segments, bits)
-        packed_values = quantize_values(packed_values, bits)
+    bits = None if quantization is None else QUANTIZATIONS[quantization]
+    packed_keys: PackedKeys = keys[keep] if bits is None else quantize_keys(keys[keep], segments, bits)
+    packed_values: PackedValues = values[keep] if bits is None else quantize_values(values[keep], bits)
     positions = None
     if described["window"] is not None:
         length = described["context_length"]
