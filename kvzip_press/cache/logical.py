@@ -44,11 +44,6 @@ class GrowingStates:
         """Bytes of the storages held, spare capacity included."""
         return sum(buffer.untyped_storage().nbytes() for buffer in self._buffers)
 
-    @property
-    def batch_size(self) -> int:
-        """Rows."""
-        return self._buffers[0].shape[0]
-
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Append tokens, detached from any graph: shape (batch_size, num_kv_heads, n, head_dim)."""
         length = self.length + keys.shape[2]

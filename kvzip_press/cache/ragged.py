@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from ..routing import RoutedTensor, install_routing
 from .logical import GrowingStates, LogicalLayer, plain_empty
 
 
+@dataclass(eq=False, repr=False)
 class RaggedLayer(LogicalLayer):
     """
     A cache layer whose context is packed per (row, KV head) and whose later tokens are a dense tail.
@@ -40,37 +42,26 @@ class RaggedLayer(LogicalLayer):
         Decode backend, see :data:`kvzip_press.kernels.api.BACKENDS`.
     """
 
-    def __init__(
-        self,
-        packed_keys: PackedKeys,
-        packed_values: PackedValues,
-        segments: Segments,
-        *,
-        batch_size: int,
-        context_length: int,
-        prefix_pairs: list[int],
-        context_pairs: list[int],
-        positions: torch.Tensor | None = None,
-        window: int | None = None,
-        backend: str = "auto",
-    ) -> None:
+    packed_keys: PackedKeys
+    packed_values: PackedValues
+    segments: Segments
+    _: KW_ONLY
+    batch_size: int
+    context_length: int
+    prefix_pairs: list[int]
+    context_pairs: list[int]
+    positions: torch.Tensor | None = None
+    window: int | None = None
+    backend: str = "auto"
+
+    def __post_init__(self) -> None:
         install_routing()
-        self.packed_keys = packed_keys
-        self.packed_values = packed_values
-        self.segments = segments
-        self.batch_size = batch_size
-        self.num_kv_heads = len(segments) // batch_size
-        self.context_length = context_length
-        self.prefix_pairs = prefix_pairs
-        self.context_pairs = context_pairs
-        self.positions = positions
-        self.window = window
-        self.backend = backend
-        self.is_sliding = window is not None
+        self.num_kv_heads = len(self.segments) // self.batch_size
+        self.is_sliding = self.window is not None
         self.is_initialized = True
-        self.dtype, self.device = packed_keys.dtype, packed_keys.device
-        self.head_dims = (packed_keys.shape[-1], packed_values.shape[-1])
-        shape = (batch_size, self.num_kv_heads, 0)
+        self.dtype, self.device = self.packed_keys.dtype, self.packed_keys.device
+        self.head_dims = (self.packed_keys.shape[-1], self.packed_values.shape[-1])
+        shape = (self.batch_size, self.num_kv_heads, 0)
         self._tail = GrowingStates(*(plain_empty((*shape, dim), self.dtype, self.device) for dim in self.head_dims))
 
     def __repr__(self) -> str:
