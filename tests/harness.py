@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
+import pytest
 import torch
 from dense_reference import keep_masks
 from tiny_models import build_tokenizer
@@ -99,3 +100,11 @@ def counted_calls(module: nn.Module) -> Iterator[list[tuple[int, ...]]]:
         yield shapes
     finally:
         handle.remove()
+
+
+@contextmanager
+def refused(model: PreTrainedModel, message: str) -> Iterator[None]:
+    """Expect a ValueError with this message, before the model reads any token."""
+    with counted_calls(model.get_input_embeddings()) as forwards, pytest.raises(ValueError, match=message):
+        yield
+    assert forwards == []

@@ -9,7 +9,7 @@ import pickle
 import pytest
 import torch
 from dense_reference import dense_masked, keep_masks
-from harness import TOLERANCE, ask, follow, make_press, prefill
+from harness import TOLERANCE, ask, follow, make_press, prefill, refused
 from tiny_models import WINDOW, build_model, random_ids
 from transformers import DynamicCache
 
@@ -209,13 +209,9 @@ def test_other_quantisations_are_refused(value):
 
 def test_what_can_not_be_stored_is_refused_before_any_work(model):
     """An odd head size in 4 bits, and a backend that reads no quantised pairs, are errors before the prefill."""
-    cache = DynamicCache()
     model.config.head_dim = 7
-    with pytest.raises(ValueError, match="4 bits need an even head_dim, got 7; use 8 bits"):
-        with make_press(quantization="int4")(model):
-            model.model(input_ids=IDS, past_key_values=cache)
+    with refused(model, "4 bits need an even head_dim, got 7; use 8 bits"):
+        prefill(model, IDS, make_press(quantization="int4"))
     del model.config.head_dim
-    with pytest.raises(ValueError, match="backend 'flash' runs on CUDA GPUs only, got tensors on cpu"):
-        with make_press(quantization="int4", backend="flash")(model):
-            model.model(input_ids=IDS, past_key_values=cache)
-    assert cache.get_seq_length() == 0
+    with refused(model, "backend 'flash' runs on CUDA GPUs only, got tensors on cpu"):
+        prefill(model, IDS, make_press(quantization="int4", backend="flash"))
