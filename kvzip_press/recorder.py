@@ -160,9 +160,9 @@ class PrefillRecorder:
         self._outer_arguments: dict[str, Any] = {}
         self._parameters = inspect.signature(self._decoder.forward)
 
-    def _mine(self, *arguments: Any, **named: Any) -> bool:
+    def _mine(self, args: tuple = (), kwargs: dict[str, Any] | None = None) -> bool:
         """Whether a call concerns the press: one of its own thread, and no replay."""
-        return threading.get_ident() == self._thread and find_replay(arguments, named) is None
+        return threading.get_ident() == self._thread and find_replay(args, kwargs or {}) is None
 
     def _arguments(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
         bound = self._parameters.bind_partial(*args, **kwargs).arguments
@@ -171,8 +171,9 @@ class PrefillRecorder:
     def _find(self, cache: Any) -> _Recording | None:
         return next((recording for recording in self._recordings if recording.cache is cache), None)
 
-    def _before_outer(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        if not self._mine():
+    # While a hook is put on or taken off, torch may call it in another thread without the keyword arguments
+    def _before_outer(self, module: nn.Module, args: tuple, kwargs: dict[str, Any] | None = None) -> None:
+        if kwargs is None or not self._mine():
             return
         if module is self._outer:
             self._outer_arguments = {}
@@ -182,8 +183,8 @@ class PrefillRecorder:
         if kwargs.get("attention_mask") is not None or "attention_mask" not in self._outer_arguments:
             self._outer_arguments["attention_mask"] = kwargs.get("attention_mask")
 
-    def _before(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        if not self._mine(*args, **kwargs):
+    def _before(self, module: nn.Module, args: tuple, kwargs: dict[str, Any] | None = None) -> None:
+        if kwargs is None or not self._mine(args, kwargs):
             return
         arguments = self._arguments(args, kwargs)
         cache = arguments.get("past_key_values")
@@ -199,9 +200,10 @@ class PrefillRecorder:
                 "replayed; prefill the whole context under the press"
             )
 
-    def _after(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-        if not self._mine(*args, **kwargs):
+    def _after(self, module: nn.Module, args: tuple, *rest: Any) -> None:
+        if len(rest) < 2 or not self._mine(args, rest[0]):
             return
+        kwargs, output = rest
         arguments = self._arguments(args, kwargs)
         outer, self._outer_arguments = self._outer_arguments, {}
         cache = arguments.get("past_key_values")

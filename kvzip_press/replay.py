@@ -140,16 +140,22 @@ def find_replay(args: Iterable[Any], kwargs: dict[str, Any]) -> ReplayCache | No
 
 @contextmanager
 def _hooked(layout: ModelLayout, replay: ReplayCache, forward_hook: Callable) -> Iterator[None]:
-    """Hooks on the attention of the scored layers. Other threads may run the same modules: only this replay is seen."""
+    """
+    Hooks on the attention of the scored layers, for this replay alone: other threads may run the same modules.
 
-    def before(module: Any, args: tuple, kwargs: dict[str, Any]) -> None:
-        if find_replay(args, kwargs) is replay:
+    While a hook is put on or taken off, torch may call it in such a thread without the keyword arguments.
+    """
+
+    def before(module: Any, args: tuple, kwargs: dict[str, Any] | None = None) -> None:
+        if kwargs is not None and find_replay(args, kwargs) is replay:
             layer = replay.layers[module.layer_idx]
             assert isinstance(layer, _ScoredLayer)
             layer.weigh(module, args[0] if args else kwargs["hidden_states"])
 
-    def after(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
-        return forward_hook(module, args, kwargs, output) if find_replay(args, kwargs) is replay else output
+    def after(module: nn.Module, args: tuple, *rest: Any) -> Any:
+        if len(rest) == 2 and find_replay(args, rest[0]) is replay:
+            return forward_hook(module, args, *rest)
+        return None
 
     handles = []
     try:

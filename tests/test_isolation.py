@@ -265,6 +265,28 @@ def test_a_block_of_another_thread_that_ends_during_generate_disturbs_no_other(m
     assert told == ["inner", "outer"]
 
 
+def test_a_thread_that_meets_hooks_half_put_on_is_not_disturbed(monkeypatch, model):
+    """torch notes a hook and that it wants keyword arguments in two steps; between them another thread may call it."""
+    met, replay_attention = [], replay_module.replay_attention
+
+    def meet():
+        for module in model.modules():
+            met.extend(hook(module, ()) for hook in module._forward_pre_hooks.values())
+            met.extend(hook(module, (), (1,)) for hook in module._forward_hooks.values())
+
+    def meeting(*args, **kwargs):
+        if not met:
+            with ThreadPoolExecutor() as pool:
+                pool.submit(meet).result()
+        return replay_attention(*args, **kwargs)
+
+    monkeypatch.setattr(replay_module, "replay_attention", meeting)
+    expected = packed_states(prefill(model, CONTEXT_A, make_press(ratio=0.3)))
+    # Those of the recorder on the model and its decoder, and of the replay on four layers
+    assert met == [None] * (3 + 2 * 4)
+    assert all_equal(packed_states(prefill(model, CONTEXT_A, make_press(ratio=0.3))), expected)
+
+
 def test_a_press_ignores_forwards_of_other_threads(model):
     """A prefill that another thread runs while a block is open stays a full cache."""
     foreign, mine = DynamicCache(), DynamicCache()
