@@ -151,6 +151,8 @@ class LogicalLayer(CacheLayerMixin):
         Rows, KV heads and logical length of the compressed context, padding included.
     head_dims : tuple[int, int]
         Head size of keys and of values.
+    window : int, optional
+        Sliding window in tokens.
     """
 
     is_compileable = False
@@ -158,11 +160,16 @@ class LogicalLayer(CacheLayerMixin):
     num_kv_heads: int
     context_length: int
     head_dims: tuple[int, int]
+    window: int | None
     dtype: torch.dtype
     device: torch.device
     # The tokens after the context, behind what is held of the context itself in the same buffers
     _tail: GrowingStates
     _held_context = 0
+
+    def __repr__(self) -> str:
+        names = ("batch_size", "num_kv_heads", "window", "context_length", "tail_length")
+        return f"{type(self).__name__}({', '.join(f'{name}={getattr(self, name)}' for name in names)})"
 
     @property
     def tail_length(self) -> int:

@@ -65,10 +65,7 @@ class RaggedLayer(LogicalLayer):
         self._tail = GrowingStates(*(plain_empty((*shape, dim), self.dtype, self.device) for dim in self.head_dims))
 
     def __repr__(self) -> str:
-        return (
-            f"RaggedLayer(batch_size={self.batch_size}, num_kv_heads={self.num_kv_heads}, "
-            f"context_length={self.context_length}, kept={len(self.packed_keys)}, tail_length={self.tail_length})"
-        )
+        return f"{super().__repr__()[:-1]}, kept={len(self.packed_keys)})"
 
     @property
     def cu_seqlens(self) -> torch.Tensor:

@@ -36,12 +36,6 @@ class WindowLayer(LogicalLayer):
         self._held_context = keys.shape[2]
         self._tail = GrowingStates(keys, values)
 
-    def __repr__(self) -> str:
-        return (
-            f"WindowLayer(batch_size={self.batch_size}, num_kv_heads={self.num_kv_heads}, window={self.window}, "
-            f"context_length={self.context_length}, tail_length={self.tail_length})"
-        )
-
     @property
     def nbytes(self) -> int:
         """Bytes of the storages held."""
