@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from transformers import Cache, PreTrainedModel
+from transformers import Cache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from .cache.eviction import evict
 from .cache.measure import is_compressed
-from .models import evicted_layers, layer_windows, reachable_columns
+from .models import ModelLayout, reachable_columns
 from .prompts import EncodedPrompts
-from .replay import ReplayPass, RowContext, plan_replay, replay_row
+from .replay import replay_row
+from .replay_plan import RowContext, plan_replay
 from .scoring import Scorer
 from .selection import SELECTORS, Allowance, select_heads
 
@@ -91,7 +93,7 @@ class Compressor:
     What scores, what selects and what evicts stay apart: :meth:`score` can serve many calls of :meth:`evict`.
     """
 
-    model: PreTrainedModel
+    layout: ModelLayout
     prompts: EncodedPrompts
     scorer: Scorer
     chunk_size: int
@@ -102,6 +104,7 @@ class Compressor:
     decode_backend: str
     replay_backend: str
     progress: bool
+    forward_hook: Callable
 
     def score(self, context: PrefilledContext) -> list[torch.Tensor]:
         """
@@ -113,8 +116,6 @@ class Compressor:
             For each row, scores (num_evicted_layers, num_kv_heads, held), float32. ``held`` are the row's columns that
             later tokens can see: all of its tokens, or the last window where every layer slides.
         """
-        windows = layer_windows(self.model)
-        evicted = evicted_layers(windows)
         done: dict[tuple, torch.Tensor] = {}
         scores = []
         # Tensors made in inference mode could not be used outside of it later
@@ -125,30 +126,18 @@ class Compressor:
                 same = (tuple(row.input_ids or ()), row.next_position) if known else (row.row,)
                 if same not in done:
                     done[same] = replay_row(
-                        self.model,
-                        context.cache.layers,
-                        windows,
-                        evicted,
+                        self.layout,
+                        context.cache,
                         row,
-                        self._plan(row),
-                        self.scorer,
+                        plan_replay(row, self.prompts, chunk_size=self.chunk_size, repeat=self.repeat),
+                        self.forward_hook,
+                        scorer=self.scorer,
                         local=self.local,
                         backend=self.replay_backend,
                         progress=self.progress,
                     )
                 scores.append(done[same])
         return scores
-
-    def _plan(self, row: RowContext) -> list[ReplayPass]:
-        return plan_replay(
-            row.input_ids,
-            row.num_tokens,
-            row.protected,
-            row.prefix_length,
-            self.prompts,
-            chunk_size=self.chunk_size,
-            repeat=self.repeat,
-        )
 
     def evict(
         self,
@@ -175,35 +164,34 @@ class Compressor:
         head_scores : torch.Tensor, optional
             Shape (num_evicted_layers, num_kv_heads); needed by the head level.
         """
-        windows = layer_windows(self.model)
-        evicted = evicted_layers(windows)
-        layers = context.cache.layers
-        _, num_kv_heads, dense, _ = layers[evicted[0]].keys.shape  # type: ignore[union-attr]
+        windows, evicted = self.layout.windows, self.layout.evicted
+        layer = context.cache.layers[evicted[0]]
+        _, num_kv_heads, dense, _ = layer.keys.shape  # type: ignore[union-attr]
         held = reachable_columns(dense, windows[evicted[0]])
-        length = layers[evicted[0]].get_seq_length()
+        unreachable = layer.get_seq_length() - held
         shape = (len(evicted), len(context.padding), num_kv_heads, held)
-        keep = torch.zeros(shape, dtype=torch.bool)
+        keep = torch.zeros(shape, dtype=torch.bool, device="cpu")
         prefix_pairs, context_pairs = [], []
         for row in context.rows(self.prompts, self.n_sink):
-            first = max(0, row.padding - (length - held))
-            protected = min(max(0, row.padding + row.protected - (length - held)) - first, held - first)
-            tokens = held - first - protected
-            keep[:, row.row, :, first : first + protected] = True
+            # Columns of the row's first token, and of its first that is subject to the budget
+            first = max(0, row.padding - unreachable)
+            begin = min(max(0, row.padding + row.protected - unreachable), held)
+            tokens = held - begin
+            keep[:, row.row, :, first:begin] = True
+            subject = keep[:, row.row, :, begin:]
             if head_scores is not None:
-                heads = select_heads(head_scores.cpu(), allowance, max(1, tokens))
-                keep[:, row.row, :, first + protected :] = heads.unsqueeze(-1)
+                subject[:] = select_heads(head_scores.cpu(), allowance, max(1, tokens)).unsqueeze(-1)
             elif scores is None:
-                keep[:, row.row, :, first + protected :] = True
+                subject[:] = True
             elif tokens > 0:
-                selected = SELECTORS[level](scores[row.row][..., protected:], allowance)
-                keep[:, row.row, :, first + protected :] = selected.cpu()
-            prefix_pairs.append(num_kv_heads * protected)
+                subject[:] = SELECTORS[level](scores[row.row][..., begin - first :], allowance).cpu()
+            prefix_pairs.append(num_kv_heads * (begin - first))
             context_pairs.append(num_kv_heads * tokens)
         evict(
             context.cache,
-            {layer: keep[index] for index, layer in enumerate(evicted)},
-            {layer: list(prefix_pairs) for layer in evicted},
-            {layer: list(context_pairs) for layer in evicted},
+            dict(zip(evicted, keep, strict=True)),
+            dict.fromkeys(evicted, prefix_pairs),
+            dict.fromkeys(evicted, context_pairs),
             windows,
             self.quantization,
             self.decode_backend,

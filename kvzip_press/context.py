@@ -11,7 +11,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokeniz
 from .cache.measure import cache_nbytes, is_compressed, kept_fraction
 from .models import head_dim, language_model
 from .press import KVzipPress
-from .prompts import chat_affixes
+from .prompts import chat_affixes, context_ids
 
 # Between the context and a question, as in the original evaluation
 QUESTION_SEPARATOR = "\n\n"
@@ -38,12 +38,6 @@ class Answer:
     token_ids: list[int]
     prefill_seconds: float
     seconds_per_token: float
-
-
-def context_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> torch.Tensor:
-    """Token ids of a text opened as a user's message of the chat template, shape (1, num_tokens)."""
-    prefix, _ = chat_affixes(tokenizer)
-    return torch.tensor([tokenizer.encode(prefix + text, add_special_tokens=False, verbose=False)])
 
 
 class CompressedContext:

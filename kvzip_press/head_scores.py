@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,11 +11,14 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from .compressor import PrefilledContext
-from .models import evicted_layers, language_model, layer_windows
+from .files import write_atomically
+from .models import ModelLayout
+from .press import KVzipPress
+from .prompts import context_ids
 from .version import __version__
 
 _FORMAT = "kvzip-press head scores 1"
@@ -58,8 +60,8 @@ class HeadScores:
         ValueError
             If the shape is not (evicted layers, KV heads) of ``model``.
         """
-        config = language_model(model).config
-        expected = (len(evicted_layers(layer_windows(model))), config.num_key_value_heads)
+        layout = ModelLayout.of(model)
+        expected = (len(layout.evicted), layout.num_kv_heads)
         if tuple(self.scores.shape) != expected:
             raise ValueError(
                 f"head scores have shape {tuple(self.scores.shape)}, but {type(model).__name__} needs {expected}; "
@@ -100,37 +102,31 @@ class HeadScores:
         ValueError
             If there is no text, or one has no token.
         """
-        from .context import context_ids
-        from .press import KVzipPress
-
         samples = [texts] if isinstance(texts, str) else list(texts)
         if not samples or not all(sample.strip() for sample in samples):
             raise ValueError("head scores need at least one text, and none may be empty")
         press = KVzipPress(scorer=scorer, replay=replay, chunk_size=chunk_size, tokenizer=tokenizer, progress=progress)
         compressor = press.compressor(model)
-        total: torch.Tensor | None = None
-        lengths = []
-        for sample in samples:
-            ids = context_ids(tokenizer, sample).to(model.device)
-            lengths.append(ids.shape[1])
+        decoder = compressor.layout.decoder
+        tables = []
+        contexts = [context_ids(tokenizer, sample).to(model.device) for sample in samples]
+        for ids in contexts:
+            cache = DynamicCache(config=decoder.config)
             with torch.no_grad():
-                cache = DynamicCache(config=language_model(model).config)
-                language_model(model)(input_ids=ids, past_key_values=cache)
+                decoder(input_ids=ids, past_key_values=cache)
             scores = compressor.score(PrefilledContext(cache, ids, None, [0], [ids.shape[1]]))[0]
-            heads = scores.amax(dim=-1).cpu()
-            if not torch.isfinite(heads).all():
+            tables.append(scores.amax(dim=-1).cpu())
+            if not torch.isfinite(tables[-1]).all():
                 raise ValueError(f"the text of {ids.shape[1]} tokens has none behind the chat prefix; use a longer one")
-            total = heads if total is None else torch.maximum(total, heads)
-        assert total is not None
         provenance = {
             "model": str(model.config.name_or_path),
             "scorer": scorer,
             "replay": replay,
             "chunk_size": str(chunk_size),
-            "sample_tokens": json.dumps(lengths),
+            "sample_tokens": json.dumps([ids.shape[1] for ids in contexts]),
             "kvzip_press": __version__,
         }
-        return cls(total, provenance)
+        return cls(torch.stack(tables).amax(dim=0), provenance)
 
     @staticmethod
     def check_target(path: str | os.PathLike) -> Path:
@@ -157,16 +153,8 @@ class HeadScores:
 
     def save(self, path: str | os.PathLike) -> None:
         """Write safetensors with the provenance as metadata, atomically."""
-        target = self.check_target(path)
-        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-        os.close(handle)
-        try:
-            save_file({"scores": self.scores.contiguous()}, temporary, {**self.provenance, "format": _FORMAT})
-            os.chmod(temporary, 0o666 & ~_umask())
-            os.replace(temporary, target)
-        except BaseException:
-            os.unlink(temporary)
-            raise
+        metadata = {**self.provenance, "format": _FORMAT}
+        write_atomically(self.check_target(path), save({"scores": self.scores.contiguous()}, metadata))
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> HeadScores:
@@ -191,17 +179,10 @@ class HeadScores:
                 if metadata.pop("format", None) != _FORMAT:
                     raise ValueError(f"{str(source)!r} holds no head scores (format is not {_FORMAT!r})")
                 return cls(file.get_tensor("scores"), metadata)
+        except ValueError:
+            raise
         except Exception as error:
-            if isinstance(error, ValueError):
-                raise
             raise ValueError(f"{str(source)!r} is not a safetensors file of head scores: {error}") from error
-
-
-def _umask() -> int:
-    """The permissions that new files don't get; it can be read only by setting it."""
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def _load_original(path: Path) -> torch.Tensor:

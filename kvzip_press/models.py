@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -88,3 +89,45 @@ def evicted_layers(windows: list[int | None]) -> list[int]:
     """
     global_layers = [index for index, window in enumerate(windows) if window is None]
     return global_layers or list(range(len(windows)))
+
+
+@dataclass(frozen=True)
+class ModelLayout:
+    """
+    Where a model's layers are and how they attend, resolved once for all that is done with it.
+
+    Parameters
+    ----------
+    decoder : nn.Module
+        See :func:`language_model`.
+    attention : list[nn.Module]
+        Attention module of each layer.
+    windows : list[int | None]
+        Sliding window of each layer, see :func:`layer_windows`.
+    evicted : list[int]
+        Layers that are scored and evicted, see :func:`evicted_layers`.
+    num_kv_heads, head_dim : int
+        KV heads of a layer, and channels of a key.
+    """
+
+    decoder: Any
+    attention: list[nn.Module]
+    windows: list[int | None]
+    evicted: list[int]
+    num_kv_heads: int
+    head_dim: int
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> ModelLayout:
+        """
+        Resolve a model.
+
+        Raises
+        ------
+        ValueError
+            If it has no decoder layers with attention, or one that attends neither globally nor by a sliding window.
+        """
+        decoder, windows = language_model(model), layer_windows(model)
+        config = decoder.config
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        return cls(decoder, attention_modules(model), windows, evicted_layers(windows), heads, head_dim(model))

@@ -3,33 +3,33 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any
 
-import torch
 from kvpress.presses.base_press import BasePress
+from torch import nn
 from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
 from .cache.eviction import QUANTIZATIONS
 from .compressor import Compressor, PrefilledContext
-from .head_scores import HeadScores
 from .kernels.backends import REPLAY_BACKENDS, check_backend, decode_module, replay_module
 from .kernels.storage.quantization import check_bits
-from .models import head_dim, language_model, layer_windows
+from .models import ModelLayout
 from .prompts import PROMPTS, ReplayPrompts, encode_prompts, find_tokenizer
-from .recorder import PrefillRecorder, replaying
-from .replay import REPEATS, REPLAYS
+from .recorder import PrefillRecorder
+from .replay import find_replay
+from .replay_plan import REPEATS, REPLAYS
 from .routing import check_attention_implementation, install_routing
 from .scoring import SCORERS
-from .selection import HEAD_LEVEL, LEVELS, Allowance
+from .selection import HEAD_LEVEL, LEVELS, Allowance, HeadTable
 
 _DEFAULT_RATIO = 0.3
 _AMOUNTS = ("ratio", "compression_ratio", "budget")
 _OPTIONAL = (*_AMOUNTS, "tokenizer", "head_scores", "quantization")
 _MINIMUM = {"budget": 1, "chunk_size": 1, "n_sink": 0}
-_CHOICES: dict[str, Any] = {
+_CHOICES: dict[str, Mapping[str, Any] | Sequence[str]] = {
     "level": LEVELS,
     "replay": REPLAYS,
     "scorer": SCORERS,
@@ -40,22 +40,33 @@ _CHOICES: dict[str, Any] = {
 _NOT_SHOWN = ("tokenizer", "head_scores", "progress")
 
 
-def _check_choice(name: str, value: Any, choices: Any) -> None:
-    if value not in tuple(choices):
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
-
-
-def _check_whole(name: str, value: Any, minimum: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-        raise ValueError(f"{name} must be a whole number of at least {minimum}, got {value!r}")
-
-
-def _check_fraction(name: str, value: Any, interval: str) -> None:
-    inside = False
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        inside = 0 < value <= 1 if interval == "(0, 1]" else 0 <= value < 1
-    if not inside:
-        raise ValueError(f"{name} must be a number in {interval}, got {value!r}")
+def _check(name: str, value: Any) -> None:
+    """Refuse a value that a parameter can't have, naming both."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    got, remedy = repr(value), ""
+    if name == "ratio":
+        fits, expected = number and 0 < value <= 1, "a number in (0, 1]"
+    elif name == "compression_ratio":
+        fits, expected = number and 0 <= value < 1, "a number in [0, 1)"
+    elif name in _MINIMUM:
+        fits = number and isinstance(value, int) and value >= _MINIMUM[name]
+        expected = f"a whole number of at least {_MINIMUM[name]}"
+    elif name in _CHOICES:
+        choices = tuple(_CHOICES[name])
+        fits = value in choices or (name == "prompts" and isinstance(value, ReplayPrompts))
+        expected = f"one of {', '.join(map(repr, choices))}"
+    elif name == "tokenizer":
+        fits, expected = isinstance(value, PreTrainedTokenizerBase), "a loaded tokenizer"
+        remedy = "; use AutoTokenizer.from_pretrained(name)"
+    elif name == "head_scores":
+        fits, expected, got = isinstance(value, HeadTable), "a HeadScores", type(value).__name__
+        remedy = "; read a file with HeadScores.load(path)"
+    else:
+        if name == "backend":
+            check_backend(value)
+        return
+    if not fits:
+        raise ValueError(f"{name} must be {expected}, got {got}{remedy}")
 
 
 @dataclass(repr=False)
@@ -132,14 +143,15 @@ class KVzipPress(BasePress):
     prompts: str | ReplayPrompts = "default"
     tokenizer: PreTrainedTokenizerBase | None = None
     n_sink: int = 4
-    head_scores: HeadScores | None = None
+    head_scores: HeadTable | None = None
     quantization: str | None = None
     backend: str = "auto"
     progress: bool = False
 
     def __post_init__(self) -> None:
         given = [name for name in _AMOUNTS if getattr(self, name) is not None]
-        if len(given) > 1 and not self._same_fraction(given):
+        same = self.budget is None and math.isclose((self.ratio or 0) + (self.compression_ratio or 0), 1)
+        if len(given) > 1 and not same:
             values = ", ".join(f"{name}={getattr(self, name)}" for name in given)
             raise ValueError(f"give one of ratio, compression_ratio and budget, got {values}")
         if self.head_scores is not None and self.level != HEAD_LEVEL:
@@ -150,12 +162,9 @@ class KVzipPress(BasePress):
         name = given[0] if given else "ratio"
         setattr(self, name, getattr(self, name) if given else _DEFAULT_RATIO)
 
-    def _same_fraction(self, given: list[str]) -> bool:
-        return "budget" not in given and math.isclose(self.ratio + self.compression_ratio, 1)  # type: ignore[operator]
-
     def __setattr__(self, name: str, value: Any) -> None:
         if value is not None or name not in _OPTIONAL:
-            self._validate(name, value)
+            _check(name, value)
         if name not in _AMOUNTS or not hasattr(self, "_constructed"):
             object.__setattr__(self, name, value)
             return
@@ -169,36 +178,11 @@ class KVzipPress(BasePress):
         for key, amount in amounts.items():
             object.__setattr__(self, key, amount)
 
-    @staticmethod
-    def _validate(name: str, value: Any) -> None:
-        if name == "ratio":
-            _check_fraction(name, value, "(0, 1]")
-        elif name == "compression_ratio":
-            _check_fraction(name, value, "[0, 1)")
-        elif name in _MINIMUM:
-            _check_whole(name, value, _MINIMUM[name])
-        elif name in _CHOICES and not (name == "prompts" and isinstance(value, ReplayPrompts)):
-            _check_choice(name, value, _CHOICES[name])
-        elif name == "backend":
-            check_backend(value)
-        elif name == "tokenizer" and not isinstance(value, PreTrainedTokenizerBase):
-            raise ValueError(
-                f"tokenizer must be a loaded tokenizer, got {value!r}; use AutoTokenizer.from_pretrained(name)"
-            )
-        elif name == "head_scores" and not isinstance(value, HeadScores):
-            raise ValueError(
-                f"head_scores must be a HeadScores, got {type(value).__name__}; read a file with HeadScores.load(path)"
-            )
-
     def __repr__(self) -> str:
-        amount = next(name for name in ("budget", "ratio") if getattr(self, name) is not None)
-        shown = {amount: getattr(self, amount)}
-        for item in fields(self):
-            value = getattr(self, item.name)
-            if item.name in _AMOUNTS or item.name in _NOT_SHOWN or value == item.default:
-                continue
-            shown[item.name] = value
-        return f"KVzipPress({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
+        amount = "ratio" if self.budget is None else "budget"
+        others = [item for item in fields(self) if item.name not in (*_AMOUNTS, *_NOT_SHOWN)]
+        names = [amount, *(item.name for item in others if getattr(self, item.name) != item.default)]
+        return f"KVzipPress({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
 
     def post_init_from_model(self, model: PreTrainedModel) -> None:
         """
@@ -214,12 +198,27 @@ class KVzipPress(BasePress):
             "(ComposedPress, AdaKVPress, DecodingPress, ...); use it alone, as in `with KVzipPress(ratio=0.3)(model):`"
         )
 
-    def forward_hook(self, module: torch.nn.Module, input: list[torch.Tensor], kwargs: dict, output: list) -> list:
-        """Refuse to be wrapped, see :meth:`post_init_from_model`."""
-        self.post_init_from_model(module)  # type: ignore[arg-type]
+    def forward_hook(self, module: nn.Module, input: tuple, kwargs: dict[str, Any], output: Any) -> Any:
+        """
+        Collect the scores of one layer in one pass of the replay.
+
+        It is on the attention modules of the scored layers for as long as a context is replayed. The routed attention
+        has just computed its output and the scores of the repeated chunk from one softmax; they go into the replay's
+        own cache, found in ``kwargs``, so that press and model hold nothing of a context.
+
+        Raises
+        ------
+        ValueError
+            Outside of a replay, see :meth:`post_init_from_model`.
+        """
+        replay = find_replay(input, kwargs)
+        if replay is None:
+            self.post_init_from_model(module)  # type: ignore[arg-type]
+        else:
+            replay.collect(module.layer_idx)  # type: ignore[arg-type]
         return output
 
-    def _check_head_scores(self) -> HeadScores:
+    def _check_head_scores(self) -> HeadTable:
         if self.head_scores is None:
             raise ValueError("level='head' needs head_scores=HeadScores.from_text(...) or HeadScores.load(path)")
         return self.head_scores
@@ -228,8 +227,7 @@ class KVzipPress(BasePress):
     def _replay_backend(self) -> str:
         return self.backend if self.backend in REPLAY_BACKENDS else "auto"
 
-    def _check_kernels(self, model: PreTrainedModel) -> None:
-        size = head_dim(model)
+    def _check_kernels(self, model: PreTrainedModel, size: int) -> None:
         if self.quantization is not None:
             check_bits(QUANTIZATIONS[self.quantization], size)
         # Weights that are loaded piece by piece say nothing of where attention will run
@@ -256,9 +254,9 @@ class KVzipPress(BasePress):
             If what the named backend needs is not installed.
         """
         install_routing()
-        check_attention_implementation(language_model(model).config._attn_implementation)
-        layer_windows(model)  # refuses layers that attend in chunks
-        self._check_kernels(model)
+        layout = ModelLayout.of(model)
+        check_attention_implementation(layout.decoder.config._attn_implementation)
+        self._check_kernels(model, layout.head_dim)
         if self.level == HEAD_LEVEL:
             self._check_head_scores().check_model(model)
         prompts = PROMPTS[self.prompts] if isinstance(self.prompts, str) else self.prompts
@@ -266,7 +264,7 @@ class KVzipPress(BasePress):
         if tokenizer is None and prompts.needs_tokenizer:
             tokenizer = find_tokenizer(model)
         return Compressor(
-            model=model,
+            layout=layout,
             prompts=encode_prompts(prompts, tokenizer),
             scorer=SCORERS[self.scorer],
             chunk_size=self.chunk_size,
@@ -277,16 +275,14 @@ class KVzipPress(BasePress):
             decode_backend=self.backend,
             replay_backend=self._replay_backend,
             progress=self.progress,
+            forward_hook=self.forward_hook,
         )
 
     def compress_context(self, compressor: Compressor, context: PrefilledContext) -> None:
         """Compress one prefilled cache in place: score unless nothing needs scores, select, evict."""
-        if self.level == HEAD_LEVEL:
-            heads = self._check_head_scores().scores
-            compressor.evict(context, self.allowance(), level=self.level, head_scores=heads)
-            return
-        scores = None if self.ratio == 1 else compressor.score(context)
-        compressor.evict(context, self.allowance(), level=self.level, scores=scores)
+        heads = self._check_head_scores().scores if self.level == HEAD_LEVEL else None
+        scores = None if heads is not None or self.ratio == 1 else compressor.score(context)
+        compressor.evict(context, self.allowance(), level=self.level, scores=scores, head_scores=heads)
 
     @contextmanager
     def __call__(self, model: PreTrainedModel) -> Iterator[None]:
@@ -308,12 +304,11 @@ class KVzipPress(BasePress):
             Before any work, if the model or a cache can't be compressed; the message names the remedy.
         """
         compressor = self.compressor(model)
-        recorder = PrefillRecorder(model)
+        recorder = PrefillRecorder(model, compressor.layout.decoder)
 
         def compress_recorded(cache: Cache | None = None) -> None:
-            with replaying():
-                for context in recorder.take(cache):
-                    self.compress_context(compressor, context)
+            for context in recorder.take(cache):
+                self.compress_context(compressor, context)
 
         with recorder.watch(compress_recorded):
             yield

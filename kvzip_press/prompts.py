@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+import torch
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 Text = str | Sequence[int]
@@ -128,6 +129,13 @@ def chat_affixes(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
         )
     prefix, suffix = rendered.split(_SENTINEL)
     return prefix, suffix
+
+
+def context_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> torch.Tensor:
+    """Token ids of a text opened as a user's message of the chat template, shape (1, num_tokens), on the CPU."""
+    prefix, _ = chat_affixes(tokenizer)
+    ids = tokenizer.encode(prefix + text, add_special_tokens=False, verbose=False)
+    return torch.tensor([ids], dtype=torch.long, device="cpu")
 
 
 def encode_prompts(prompts: ReplayPrompts, tokenizer: PreTrainedTokenizerBase | None) -> EncodedPrompts:

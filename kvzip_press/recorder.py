@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -14,18 +14,11 @@ from transformers import Cache, PreTrainedModel
 
 from .cache.measure import is_compressed
 from .compressor import PrefilledContext, check_cache
-from .models import language_model
+from .replay import find_replay
 
 
 def _left_padding(mask: torch.Tensor, num_tokens: int) -> list[int]:
-    """
-    Left padding of each row of a 2-D attention mask.
-
-    Raises
-    ------
-    ValueError
-        If the mask has another length, an empty row, or holes.
-    """
+    """Left padding of each row of a 2-D attention mask; other padding, and an empty row, are refused."""
     if mask.shape[1] != num_tokens:
         raise ValueError(
             f"the last prefill call had an attention_mask of {mask.shape[1]} columns for {num_tokens} tokens; "
@@ -39,7 +32,7 @@ def _left_padding(mask: torch.Tensor, num_tokens: int) -> list[int]:
         raise ValueError("only left padding can be compressed, but attention_mask has zeros elsewhere; pad on the left")
     if (counts == 0).any():
         raise ValueError("a row of attention_mask is empty; remove the row")
-    return [int(n) for n in padding]
+    return list(padding.tolist())
 
 
 class _Recording:
@@ -70,20 +63,14 @@ class _Recording:
         self.last_positions = None if positions is None else positions[..., -1]
 
     def context(self) -> PrefilledContext:
-        """
-        Describe the filled cache.
-
-        Raises
-        ------
-        ValueError
-            If the cache was changed since, or the calls mixed ids and embeddings.
-        """
+        """Describe the filled cache; one changed since, or filled by ids and by embeddings, is refused."""
         length = self.cache.get_seq_length()
-        ids = None if any(part is None for part in self.ids) else torch.cat(self.ids, dim=1)  # type: ignore[arg-type]
-        with_embeds = [part is not None for part in self.embeds]
-        if any(with_embeds) and not all(with_embeds):
+        ids, embeds = (
+            torch.cat(parts, dim=1) if all(part is not None for part in parts) else None  # type: ignore[arg-type]
+            for parts in (self.ids, self.embeds)
+        )
+        if embeds is None and any(part is not None for part in self.embeds):
             raise ValueError("a prefill in several calls must use input_ids in all of them, or inputs_embeds in all")
-        embeds = torch.cat(self.embeds, dim=1) if all(with_embeds) else None  # type: ignore[arg-type]
         tokens = ids if ids is not None else embeds
         assert tokens is not None
         batch_size, num_tokens = tokens.shape[:2]
@@ -105,33 +92,21 @@ class _Recording:
 _HOOK_LOCK = threading.Lock()
 
 
-# Whether this thread is replaying: those forward passes concern no press on the model
-_REPLAY = threading.local()
-
-
-@contextmanager
-def replaying() -> Iterator[None]:
-    """Keep the forward passes of a replay from every recorder of this thread."""
-    _REPLAY.running = True
-    try:
-        yield
-    finally:
-        _REPLAY.running = False
-
-
 class _GeneratePrefill:
     """A model's ``_prefill`` while at least one press watches it: the original, then what the presses do after it."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self.listeners: list[Callable[[Cache], None]] = []
+        self.listeners: list[Callable[[Cache], Any]] = []
         self._attributes = model.__dict__
         self._prefill = model._prefill
         self._own = "_prefill" in self._attributes
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         outputs = self._prefill(*args, **kwargs)
-        # The innermost block first, as when blocks end
-        for listener in reversed(self.listeners):
+        with _HOOK_LOCK:
+            # The innermost block first, as when blocks end
+            listeners = self.listeners[::-1]
+        for listener in listeners:
             listener(outputs.past_key_values)
         return outputs
 
@@ -143,15 +118,39 @@ class _GeneratePrefill:
             del self._attributes["_prefill"]
 
 
+@contextmanager
+def _listening(model: PreTrainedModel, listener: Callable[[Cache], Any]) -> Iterator[None]:
+    """Hook the one place where ``generate`` tells a prefill, chunked or not, from a decode step."""
+    with _HOOK_LOCK:
+        hook = model.__dict__.get("_prefill")
+        if not isinstance(hook, _GeneratePrefill):
+            hook = model.__dict__["_prefill"] = _GeneratePrefill(model)
+        hook.listeners.append(listener)
+    try:
+        yield
+    finally:
+        with _HOOK_LOCK:
+            hook.listeners.remove(listener)
+            if not hook.listeners:
+                hook.restore()
+
+
 class PrefillRecorder:
     """
     Records every cache that the entering thread fills, until it is taken.
 
-    Caches that are compressed already, and those of other threads, are left alone.
+    Caches that are compressed already, replays, and caches of other threads are left alone.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        The model.
+    decoder : nn.Module
+        Its part that owns the layers, see :func:`kvzip_press.models.language_model`.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._decoder = language_model(model)
+    def __init__(self, model: PreTrainedModel, decoder: nn.Module) -> None:
+        self._decoder = decoder
         self._outer = model
         # An image-text model turns ids into embeddings between its modules; kvpress's pipeline enters at model.model
         around = {id(module): module for module in (model, getattr(model, "model", model))}
@@ -161,8 +160,9 @@ class PrefillRecorder:
         self._outer_arguments: dict[str, Any] = {}
         self._parameters = inspect.signature(self._decoder.forward)
 
-    def _mine(self) -> bool:
-        return threading.get_ident() == self._thread and not getattr(_REPLAY, "running", False)
+    def _mine(self, args: tuple = (), kwargs: dict[str, Any] | None = None) -> bool:
+        """Whether a call concerns the press: one of its own thread, and no replay."""
+        return threading.get_ident() == self._thread and find_replay(args, kwargs or {}) is None
 
     def _arguments(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
         bound = self._parameters.bind_partial(*args, **kwargs).arguments
@@ -171,8 +171,9 @@ class PrefillRecorder:
     def _find(self, cache: Any) -> _Recording | None:
         return next((recording for recording in self._recordings if recording.cache is cache), None)
 
-    def _before_outer(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        if not self._mine():
+    # While a hook is put on or taken off, torch may call it in another thread without the keyword arguments
+    def _before_outer(self, module: nn.Module, args: tuple, kwargs: dict[str, Any] | None = None) -> None:
+        if kwargs is None or not self._mine():
             return
         if module is self._outer:
             self._outer_arguments = {}
@@ -182,8 +183,8 @@ class PrefillRecorder:
         if kwargs.get("attention_mask") is not None or "attention_mask" not in self._outer_arguments:
             self._outer_arguments["attention_mask"] = kwargs.get("attention_mask")
 
-    def _before(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        if not self._mine():
+    def _before(self, module: nn.Module, args: tuple, kwargs: dict[str, Any] | None = None) -> None:
+        if kwargs is None or not self._mine(args, kwargs):
             return
         arguments = self._arguments(args, kwargs)
         cache = arguments.get("past_key_values")
@@ -199,9 +200,10 @@ class PrefillRecorder:
                 "replayed; prefill the whole context under the press"
             )
 
-    def _after(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-        if not self._mine():
+    def _after(self, module: nn.Module, args: tuple, *rest: Any) -> None:
+        if len(rest) < 2 or not self._mine(args, rest[0]):
             return
+        kwargs, output = rest
         arguments = self._arguments(args, kwargs)
         outer, self._outer_arguments = self._outer_arguments, {}
         cache = arguments.get("past_key_values")
@@ -220,7 +222,7 @@ class PrefillRecorder:
         recording.add(arguments, outer)
 
     @contextmanager
-    def watch(self, after_prefill: Callable[[Cache], None]) -> Iterator[None]:
+    def watch(self, after_prefill: Callable[[Cache], Any]) -> Iterator[None]:
         """
         Record until the end of the block.
 
@@ -229,43 +231,17 @@ class PrefillRecorder:
         after_prefill : callable
             Called with the cache inside ``model.generate``, between the prefill and the first decode step.
         """
-        handles = [
-            self._decoder.register_forward_pre_hook(self._before, with_kwargs=True),
-            self._decoder.register_forward_hook(self._after, with_kwargs=True),
-        ]
-        for outer in self._outers:
-            handles.append(outer.register_forward_pre_hook(self._before_outer, with_kwargs=True))
-        try:
-            with self._generate_prefill(after_prefill):
-                yield
-        finally:
+        with ExitStack() as block:
+            handles = [
+                self._decoder.register_forward_pre_hook(self._before, with_kwargs=True),
+                self._decoder.register_forward_hook(self._after, with_kwargs=True),
+                *(outer.register_forward_pre_hook(self._before_outer, with_kwargs=True) for outer in self._outers),
+            ]
             for handle in handles:
-                handle.remove()
-
-    @contextmanager
-    def _generate_prefill(self, after_prefill: Callable[[Cache], None]) -> Iterator[None]:
-        """Hook the one place where ``generate`` tells a prefill, chunked or not, from a decode step."""
-        if not hasattr(self._outer, "_prefill"):
+                block.callback(handle.remove)
+            if hasattr(self._outer, "_prefill"):
+                block.enter_context(_listening(self._outer, lambda cache: self._mine() and after_prefill(cache)))
             yield
-            return
-
-        def listener(cache: Cache) -> None:
-            if self._mine():
-                after_prefill(cache)
-
-        attributes = self._outer.__dict__
-        with _HOOK_LOCK:
-            hook = attributes.get("_prefill")
-            if not isinstance(hook, _GeneratePrefill):
-                hook = attributes["_prefill"] = _GeneratePrefill(self._outer)
-            hook.listeners.append(listener)
-        try:
-            yield
-        finally:
-            with _HOOK_LOCK:
-                hook.listeners.remove(listener)
-                if not hook.listeners:
-                    hook.restore()
 
     def take(self, cache: Cache | None = None) -> list[PrefilledContext]:
         """Return the contexts recorded since the last call, of one cache or of all, and forget them."""

@@ -17,15 +17,13 @@ class AttentionLayer(Protocol):
     """A cache layer that computes the attention over what it holds."""
 
     def attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        softmax_scale: float,
-        softcap: float | None,
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, **scaling: Any
     ) -> torch.Tensor:
-        """Attention output, shape and dtype of ``query`` (batch_size, num_heads, q_len, head_dim)."""
+        """
+        Attention output, shape and dtype of ``query`` (batch_size, num_heads, q_len, head_dim).
+
+        ``scaling`` are ``softmax_scale`` and ``softcap``, as the kernels take them.
+        """
         ...
 
 
@@ -85,13 +83,7 @@ class _NoGradient(torch.autograd.Function):
 def _route(function: Callable) -> Callable:
     @functools.wraps(function)
     def routed(
-        module: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        *args: Any,
-        **kwargs: Any,
+        module: Any, query: torch.Tensor, key: Any, value: Any, attention_mask: Any, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         if not isinstance(key, RoutedTensor):
             return function(module, query, key, value, attention_mask, *args, **kwargs)
@@ -106,8 +98,8 @@ def _route(function: Callable) -> Callable:
             key.unwrap(),
             value.unwrap() if isinstance(value, RoutedTensor) else value,
             attention_mask,
-            query.shape[-1] ** -0.5 if scaling is None else scaling,
-            kwargs.get("softcap"),
+            softmax_scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+            softcap=kwargs.get("softcap"),
         )
         if query.requires_grad and torch.is_grad_enabled():
             output = _NoGradient.apply(query, output)
@@ -134,11 +126,8 @@ def check_attention_implementation(implementation: str | None) -> None:
     """
     Refuse, before any work, an attention implementation that can't be routed.
 
-    Raises
-    ------
-    ValueError
-        For ``eager`` (each model file has its own), ``flex_attention`` (its block masks describe dense keys), paged
-        variants, and names that are not registered.
+    These are ``eager`` (each model file has its own), ``flex_attention`` (its block masks describe dense keys), paged
+    variants, and names that are not registered.
     """
     name = implementation or ""
     routable = name in ALL_ATTENTION_FUNCTIONS and name != "flex_attention" and not name.startswith("paged")

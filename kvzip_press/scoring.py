@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,6 +26,17 @@ class Scorer:
     reduction: str
     normalized: bool = False
 
+    def weights(self, module: nn.Module, hidden_states: torch.Tensor, values: torch.Tensor) -> dict[str, Any]:
+        """
+        Weights of replayed tokens and of context pairs, as the options of a replay name them.
+
+        ``hidden_states`` (batch_size, q_len, hidden_size) are what the attention ``module`` is about to see, ``values``
+        (batch_size, num_kv_heads, n, head_dim) those of the scored pairs.
+        """
+        if not self.normalized:
+            return {}
+        return {"row_weight": inverse_hidden_norm(hidden_states), "column_weight": value_output_norm(module, values)}
+
 
 SCORERS = {
     # arXiv 2505.23416, equation 2
@@ -42,17 +54,8 @@ def value_output_norm(module: nn.Module, values: torch.Tensor) -> torch.Tensor:
     """
     ``||W_O v||``: magnitude of what each pair writes into the residual stream, by query head.
 
-    Parameters
-    ----------
-    module : nn.Module
-        Attention module with ``o_proj``.
-    values : torch.Tensor
-        Shape (batch_size, num_kv_heads, n, head_dim).
-
-    Returns
-    -------
-    torch.Tensor
-        Shape (batch_size, num_kv_heads, group, n), float32.
+    Of values (batch_size, num_kv_heads, n, head_dim), by the module's ``o_proj``: (batch_size, num_kv_heads, group, n),
+    float32.
 
     Raises
     ------

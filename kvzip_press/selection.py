@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
 
 import torch
+
+
+@runtime_checkable
+class HeadTable(Protocol):
+    """Scores of whole heads, as :class:`kvzip_press.HeadScores` holds them: shape (num_layers, num_kv_heads)."""
+
+    scores: torch.Tensor
+
+    def check_model(self, model: Any) -> None:
+        """Refuse, with a ValueError, a model that they don't fit."""
 
 
 @dataclass(frozen=True)
@@ -31,19 +43,7 @@ class Allowance:
 
 def keep_top(scores: torch.Tensor, count: int) -> torch.Tensor:
     """
-    Keep exactly the ``count`` highest scores; among equal ones the first.
-
-    Parameters
-    ----------
-    scores : torch.Tensor
-        Shape (n,).
-    count : int
-        Between 0 and n.
-
-    Returns
-    -------
-    torch.Tensor
-        Boolean mask, shape (n,).
+    Boolean mask (n,) of exactly the ``count`` highest of the scores (n,); among equal ones the first are kept.
 
     Raises
     ------
@@ -55,7 +55,11 @@ def keep_top(scores: torch.Tensor, count: int) -> torch.Tensor:
     n = len(scores)
     if count <= 0 or count >= n:
         return torch.full((n,), count > 0, dtype=torch.bool, device=scores.device)
-    threshold = scores.kthvalue(n - count + 1).values
+    # The smaller side of the threshold. Not kthvalue, which torch counts among CUDA's nondeterministic operations
+    if 2 * count <= n:
+        threshold = scores.topk(count, sorted=False).values.min()
+    else:
+        threshold = scores.topk(n - count + 1, largest=False, sorted=False).values.max()
     keep = scores > threshold
     ties = (scores == threshold).nonzero().flatten()
     keep[ties[: count - int(keep.sum())]] = True
@@ -91,21 +95,9 @@ def select_pair_uniform(scores: torch.Tensor, allowance: Allowance) -> torch.Ten
 
 def select_heads(head_scores: torch.Tensor, allowance: Allowance, tokens: int) -> torch.Tensor:
     """
-    Keep whole heads.
+    Keep whole heads of a context of so many tokens.
 
-    Parameters
-    ----------
-    head_scores : torch.Tensor
-        Shape (num_layers, num_kv_heads).
-    allowance : Allowance
-        Fraction of the heads, or tokens per head on average.
-    tokens : int
-        Tokens of the context.
-
-    Returns
-    -------
-    torch.Tensor
-        Boolean mask, shape (num_layers, num_kv_heads); ties go to the lower layer, then the lower head.
+    Scores and the boolean mask have shape (num_layers, num_kv_heads); ties go to the lower layer, then the lower head.
     """
     flat = head_scores.flatten()
     return keep_top(flat, allowance.count(flat.numel(), tokens)).view(head_scores.shape)
@@ -119,4 +111,5 @@ SELECTORS: dict[str, Callable[[torch.Tensor, Allowance], torch.Tensor]] = {
 }
 
 HEAD_LEVEL = "head"
-LEVELS = (*SELECTORS, HEAD_LEVEL)
+# All levels by name: a selector of pairs that is registered later is one of them
+LEVELS: ChainMap[str, Callable[..., torch.Tensor]] = ChainMap({HEAD_LEVEL: select_heads}, SELECTORS)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
+import pytest
 import torch
 from dense_reference import keep_masks
 from tiny_models import build_tokenizer
@@ -13,6 +14,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 
 from kvzip_press import KVzipPress
 from kvzip_press.cache.ragged import RaggedLayer
+from kvzip_press.compressor import PrefilledContext
 
 TOLERANCE = dict(atol=1e-4, rtol=1e-4)
 
@@ -51,6 +53,23 @@ def ask(model: PreTrainedModel, cache: Cache, question: torch.Tensor, steps: int
     return logits
 
 
+def context_of(model: PreTrainedModel, ids: torch.Tensor) -> PrefilledContext:
+    """One row of ids in a full cache, ready to be scored."""
+    return PrefilledContext(prefill(model, ids), ids, None, [0], [ids.shape[1]])
+
+
+def scores_of(model: PreTrainedModel, ids: torch.Tensor, **parameters) -> torch.Tensor:
+    """Scores of one row of ids, under a press of the tests."""
+    return make_press(**parameters).compressor(model).score(context_of(model, ids))[0]
+
+
+def generated(model: PreTrainedModel, ids: torch.Tensor, press: KVzipPress | None = None, **options) -> torch.Tensor:
+    """The whole sequences of a greedy generate, under a press if there is one."""
+    options = {"max_new_tokens": 8, "eos_token_id": None, **options}
+    with nullcontext() if press is None else press(model):
+        return model.generate(ids, do_sample=False, **options)
+
+
 def packed_states(cache: Cache) -> list[torch.Tensor]:
     """Copies of everything the ragged layers hold of their context."""
     layers = [layer for layer in cache.layers if isinstance(layer, RaggedLayer)]
@@ -81,3 +100,11 @@ def counted_calls(module: nn.Module) -> Iterator[list[tuple[int, ...]]]:
         yield shapes
     finally:
         handle.remove()
+
+
+@contextmanager
+def refused(model: PreTrainedModel, message: str) -> Iterator[None]:
+    """Expect a ValueError with this message, before the model reads any token."""
+    with counted_calls(model.get_input_embeddings()) as forwards, pytest.raises(ValueError, match=message):
+        yield
+    assert forwards == []

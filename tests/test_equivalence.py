@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from dense_reference import dense_masked, keep_masks
-from harness import TOLERANCE, follow, make_press, prefill
+from harness import TOLERANCE, context_of, follow, make_press, prefill
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import FAMILIES, build_model, build_tokenizer, random_ids
@@ -13,13 +13,13 @@ from transformers import DynamicCache
 
 from kvzip_press import HeadScores, KVzipPress
 from kvzip_press.cache.ragged import RaggedLayer
-from kvzip_press.compressor import PrefilledContext
-from kvzip_press.models import evicted_layers, language_model, layer_windows
+from kvzip_press.models import ModelLayout
 from kvzip_press.selection import LEVELS, Allowance
 
 
 def head_scores_for(model) -> HeadScores:
-    shape = (len(evicted_layers(layer_windows(model))), language_model(model).config.num_key_value_heads)
+    layout = ModelLayout.of(model)
+    shape = (len(layout.evicted), layout.num_kv_heads)
     return HeadScores(torch.rand(shape, generator=torch.Generator().manual_seed(3)))
 
 
@@ -88,8 +88,13 @@ def test_cache_with_known_sliding_layers(family):
     )
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "gemma3-image-text", "mistral-sliding"])
-def test_batch_with_left_padding_equals_each_row_alone(family):
+@pytest.mark.parametrize(
+    ("family", "quantization"),
+    [(family, None) for family in ("llama", "gemma3", "gemma3-image-text", "mistral-sliding")]
+    + [("llama", "int8"), ("llama", "int4")],
+)
+def test_batch_with_left_padding_equals_each_row_alone(family, quantization):
+    """Rows with padding are selected, and quantised, each by itself."""
     model = build_model(family)
     lengths = (90, 61, 40)
     rows = [random_ids(length, seed=length) for length in lengths]
@@ -97,7 +102,7 @@ def test_batch_with_left_padding_equals_each_row_alone(family):
     ids = torch.cat([torch.nn.functional.pad(row, (width - row.shape[1], 0)) for row in rows])
     mask = torch.stack([torch.arange(width) >= width - length for length in lengths]).long()
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    press = press_for(model, ratio=0.4)
+    press = press_for(model, ratio=0.4, quantization=quantization)
     batched = prefill(model, ids, press, attention_mask=mask, position_ids=positions)
     question = random_ids(6, batch_size=3, seed=9)
     with torch.no_grad():
@@ -158,14 +163,15 @@ def test_any_keep_mask(mask, q_len):
     ids, question = random_ids(tokens, seed=tokens), random_ids(q_len, seed=5)
     press = KVzipPress(tokenizer=build_tokenizer(None), n_sink=0)
     compressor = press.compressor(LLAMA)
-    cache = prefill(LLAMA, ids)
-    context = PrefilledContext(cache, ids, None, [0], [tokens])
+    context = context_of(LLAMA, ids)
     fraction = mask.float().mean().item()
     compressor.evict(context, Allowance(ratio=fraction), level="pair", scores=[mask.float()])
     full = prefill(LLAMA, ids)
     keep = {layer: mask[layer][None] for layer in range(SHAPE_LAYERS)}
-    assert {k: v.tolist() for k, v in keep_masks(full, cache).items()} == {k: v.tolist() for k, v in keep.items()}
-    ours = follow(LLAMA, cache, question, 2)
+    assert {k: v.tolist() for k, v in keep_masks(full, context.cache).items()} == {
+        k: v.tolist() for k, v in keep.items()
+    }
+    ours = follow(LLAMA, context.cache, question, 2)
     with dense_masked(LLAMA, keep):
         expected = follow(LLAMA, full, question, 2)
     torch.testing.assert_close(ours, expected, **TOLERANCE)

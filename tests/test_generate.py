@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from harness import TOLERANCE, all_equal, ask, follow, make_press, packed_states, prefill
+from harness import TOLERANCE, all_equal, ask, follow, generated, make_press, packed_states, prefill
 from tiny_models import build_model, random_ids
 from transformers import DynamicCache
 
@@ -14,7 +14,6 @@ from kvzip_press.models import language_model
 
 PROMPT = random_ids(80, seed=1)
 LONG = random_ids(300, seed=2)
-GREEDY = dict(do_sample=False, max_new_tokens=8, eos_token_id=None)
 
 
 @torch.no_grad()
@@ -29,40 +28,30 @@ def prefill_then_decode(model, ids, press, steps: int = 8) -> tuple[torch.Tensor
     return torch.cat([ids, *tokens], dim=1), cache
 
 
-def test_generate_inside_the_press_is_compressed(family):
-    """Its tokens are those of prefill, compression and a greedy loop, and its cache holds what that one holds."""
-    model, press, cache = build_model(family), make_press(ratio=0.2), DynamicCache()
+@pytest.mark.parametrize("given", [True, False])
+def test_generate_inside_the_press_is_compressed(family, given):
+    """Its tokens are those of prefill, compression and a greedy loop, and its cache, given or its own, that one's."""
+    model, press = build_model(family), make_press(ratio=0.2)
     expected, expected_cache = prefill_then_decode(model, PROMPT, press)
-    with press(model):
-        out = model.generate(PROMPT, past_key_values=cache, **GREEDY)
-    assert torch.equal(out, expected)
+    caches = {"past_key_values": DynamicCache()} if given else {}
+    out = generated(model, PROMPT, press, return_dict_in_generate=True, **caches)
+    cache = caches.get("past_key_values", out.past_key_values)
+    assert torch.equal(out.sequences, expected)
     assert all_equal(packed_states(cache), packed_states(expected_cache))
     assert cache.get_seq_length() == PROMPT.shape[1] + 7
     assert kept_fraction(cache) == pytest.approx(0.2, abs=0.01)
 
 
-def test_generate_without_a_cache_argument_is_compressed_too(model):
-    """The cache that generate makes itself is compressed before the first decode step."""
-    press = make_press(ratio=0.2)
-    with press(model):
-        out = model.generate(PROMPT, return_dict_in_generate=True, **GREEDY)
-    expected, _ = prefill_then_decode(model, PROMPT, press)
-    assert torch.equal(out.sequences, expected)
-    assert kept_fraction(out.past_key_values) == pytest.approx(0.2, abs=0.01)
-
-
 def test_generate_under_a_press_differs_from_generate_without(model):
     """With few pairs kept the tokens change: the decode steps do read the compressed cache."""
-    with make_press(ratio=0.05, n_sink=1)(model):
-        compressed = model.generate(LONG, **GREEDY | {"max_new_tokens": 20})
-    assert not torch.equal(compressed, model.generate(LONG, **GREEDY | {"max_new_tokens": 20}))
+    compressed = generated(model, LONG, make_press(ratio=0.05, n_sink=1), max_new_tokens=20)
+    assert not torch.equal(compressed, generated(model, LONG, max_new_tokens=20))
 
 
 def test_generate_inside_the_press_holds_the_bytes_of_what_is_kept(model):
     """After generate the cache holds the kept fraction of the prompt's bytes and the answer, no more."""
     cache = DynamicCache()
-    with make_press(ratio=0.2)(model):
-        model.generate(LONG, past_key_values=cache, **GREEDY)
+    generated(model, LONG, make_press(ratio=0.2), past_key_values=cache)
     full_bytes = cache_nbytes(prefill(model, LONG))
     tail_bytes = 2 * 4 * 2 * 64 * 8 * 4  # keys and values, layers, heads, smallest tail, head_dim, float32
     pairs = sum(len(layer.packed_keys) for layer in cache.layers)
@@ -75,7 +64,7 @@ def chunked_prefill_then_decode(model, press, chunk: int) -> tuple[torch.Tensor,
     """Prefill in several calls and a greedy loop, at the positions that transformers' chunked prefill gives."""
     calls, cache = [], DynamicCache()
     handle = model.model.register_forward_pre_hook(lambda module, args, kwargs: calls.append(kwargs), with_kwargs=True)
-    model.generate(PROMPT, prefill_chunk_size=chunk, **GREEDY)
+    generated(model, PROMPT, prefill_chunk_size=chunk)
     handle.remove()
     positions = [{key: call[key] for key in ("position_ids", "cache_position")} for call in calls]
     parts = PROMPT.split(chunk, dim=1)
@@ -93,25 +82,24 @@ def test_generate_with_a_chunked_prefill(model, chunk):
     """With prefill_chunk_size all chunks are one context, compressed once, before the first decode step."""
     press, cache = make_press(ratio=0.2), DynamicCache()
     expected, expected_cache = chunked_prefill_then_decode(model, press, chunk)
-    with press(model):
-        out = model.generate(PROMPT, past_key_values=cache, prefill_chunk_size=chunk, **GREEDY)
-    assert torch.equal(out, expected)
+    assert torch.equal(generated(model, PROMPT, press, past_key_values=cache, prefill_chunk_size=chunk), expected)
     assert all_equal(packed_states(cache), packed_states(expected_cache))
     assert kept_fraction(cache) == pytest.approx(0.2, abs=0.01)
-    with make_press(ratio=1.0)(model):
-        whole = model.generate(PROMPT, prefill_chunk_size=chunk, **GREEDY)
-    assert torch.equal(whole, model.generate(PROMPT, prefill_chunk_size=chunk, **GREEDY))
+    whole = generated(model, PROMPT, make_press(ratio=1.0), prefill_chunk_size=chunk)
+    assert torch.equal(whole, generated(model, PROMPT, prefill_chunk_size=chunk))
 
 
-def test_generate_with_a_compressed_cache(family):
-    """generate(context + question, past_key_values=cache) reads only the question and continues from the cache."""
-    model, question = build_model(family), random_ids(6, seed=4)
-    cache = prefill(model, PROMPT, make_press(ratio=0.3))
-    fed = []
+@pytest.mark.parametrize("inside", [False, True])
+def test_generate_with_a_compressed_cache(family, inside):
+    """generate(context + question, past_key_values=cache) reads the question alone; a block compresses nothing."""
+    model, press, question = build_model(family), make_press(ratio=0.3), random_ids(6, seed=4)
+    cache, ids = prefill(model, PROMPT, press), torch.cat([PROMPT, question], dim=1)
+    states, fed = packed_states(cache), []
     handle = language_model(model).norm.register_forward_hook(lambda module, args, out: fed.append(out.shape[1]))
-    out = model.generate(torch.cat([PROMPT, question], dim=1), past_key_values=cache, **GREEDY)
+    out = generated(model, ids, press if inside else None, past_key_values=cache)
     handle.remove()
     assert fed == [6] + [1] * 7
+    assert all_equal(packed_states(cache), states) and cache.layers[0].tail_length == 6 + 7
     cache.crop(PROMPT.shape[1])
     logits = ask(model, cache, question, 7)
     assert torch.equal(out[0, -8:], logits[0, 5:].argmax(-1))
@@ -120,10 +108,9 @@ def test_generate_with_a_compressed_cache(family):
 def test_generate_in_the_block_and_after_it(model):
     """A cache that generate compressed in the block serves a second generate after it, as a continued greedy loop."""
     press, cache = make_press(ratio=0.3), DynamicCache()
-    with press(model):
-        first = model.generate(PROMPT, past_key_values=cache, **GREEDY)
+    first = generated(model, PROMPT, press, past_key_values=cache)
     states = packed_states(cache)
-    both = model.generate(first, past_key_values=cache, **GREEDY)
+    both = generated(model, first, past_key_values=cache)
     expected, _ = prefill_then_decode(model, PROMPT, press, steps=16)
     assert torch.equal(both, expected)
     assert all_equal(packed_states(cache), states)
@@ -134,22 +121,10 @@ def test_two_generates_in_one_block_are_two_contexts(model):
     press, caches = make_press(ratio=0.3), [DynamicCache(), DynamicCache()]
     prompts = [PROMPT, random_ids(50, seed=5)]
     with press(model):
-        outs = [model.generate(p, past_key_values=c, **GREEDY) for p, c in zip(prompts, caches, strict=True)]
+        outs = [generated(model, p, past_key_values=c) for p, c in zip(prompts, caches, strict=True)]
     for prompt, cache, out in zip(prompts, caches, outs, strict=True):
         expected, expected_cache = prefill_then_decode(model, prompt, press)
         assert torch.equal(out, expected) and all_equal(packed_states(cache), packed_states(expected_cache))
-
-
-def test_generate_in_the_block_with_a_cache_that_is_compressed_already(model):
-    """A follow-up question inside a block is answered from the compressed cache, which is not compressed again."""
-    press, question = make_press(ratio=0.3), random_ids(6, seed=4)
-    cache = prefill(model, PROMPT, press)
-    states = packed_states(cache)
-    expected = ask(model, cache, question, 7)[0, 5:].argmax(-1)
-    with press(model):
-        out = model.generate(torch.cat([PROMPT, question], dim=1), past_key_values=cache, **GREEDY)
-    assert torch.equal(out[0, -8:], expected)
-    assert all_equal(packed_states(cache), states) and cache.layers[0].tail_length == 6 + 7
 
 
 @pytest.mark.parametrize("sizes", [(45, 45), (1, 89), (89, 1), (10,) * 9, (1,) * 90])
@@ -204,24 +179,13 @@ def test_a_cache_that_was_cropped_in_the_block_is_refused(model):
     assert not is_compressed(cache)
 
 
-def test_a_batch_equals_each_row_alone(family):
-    """Two contexts of one length in a batch keep and answer what each keeps and answers alone."""
-    model, press = build_model(family), make_press(ratio=0.3)
-    ids, question = random_ids(70, batch_size=2, seed=7), random_ids(5, batch_size=2, seed=8)
-    logits = ask(model, prefill(model, ids, press), question)
-    for row in range(2):
-        alone = ask(model, prefill(model, ids[row : row + 1], press), question[row : row + 1])
-        torch.testing.assert_close(logits[row : row + 1], alone, **TOLERANCE)
-
-
 def test_generate_of_a_padded_batch_equals_each_row_alone(model):
     """Left-padded prompts generated in one batch inside the press give each row's own tokens."""
     press = make_press(ratio=0.4)
     rows = [random_ids(80, seed=9), random_ids(50, seed=10)]
     ids = torch.cat([torch.nn.functional.pad(row, (80 - row.shape[1], 0)) for row in rows])
     mask = torch.stack([torch.arange(80) >= 80 - row.shape[1] for row in rows]).long()
-    with press(model):
-        out = model.generate(ids, attention_mask=mask, **GREEDY)
+    out = generated(model, ids, press, attention_mask=mask)
     for index, row in enumerate(rows):
         expected, _ = prefill_then_decode(model, row, press)
         assert torch.equal(out[index, 80:], expected[0, row.shape[1] :])
@@ -239,7 +203,7 @@ def test_right_padding_is_refused(model):
 
 def greedy_beams(model, cache, question, num_beams: int = 2):
     ids = torch.cat([PROMPT, question], dim=1)
-    return model.generate(ids, past_key_values=cache, num_beams=num_beams, **GREEDY)
+    return generated(model, ids, past_key_values=cache, num_beams=num_beams)
 
 
 def test_beam_search_on_a_compressed_cache(model):
@@ -256,12 +220,9 @@ def test_beam_search_on_a_compressed_cache(model):
 
 def test_beam_search_inside_the_press(model):
     """Beams inside the press keep one context's pairs in both rows; at ratio 1 they are the beams without a press."""
-    expected = model.generate(PROMPT, num_beams=2, **GREEDY)
-    with make_press(ratio=1.0)(model):
-        assert torch.equal(model.generate(PROMPT, num_beams=2, **GREEDY), expected)
-    cache = DynamicCache()
-    with make_press(ratio=0.3)(model):
-        out = model.generate(PROMPT, num_beams=2, past_key_values=cache, **GREEDY)
+    expected, cache = generated(model, PROMPT, num_beams=2), DynamicCache()
+    assert torch.equal(generated(model, PROMPT, make_press(ratio=1.0), num_beams=2), expected)
+    out = generated(model, PROMPT, make_press(ratio=0.3), num_beams=2, past_key_values=cache)
     assert out.shape == expected.shape
     assert kept_fraction(cache) == pytest.approx(0.3, abs=0.01)
     for layer in cache.layers:
@@ -282,16 +243,16 @@ def test_beams_on_a_compressed_cache_are_those_of_the_masked_dense_cache(model):
         assert torch.equal(ours, greedy_beams(model, full, question))
 
 
-def test_batch_repeat_interleave_repeats_every_row(family):
-    """After batch_repeat_interleave each copy of a row answers as the row alone."""
+def test_every_row_of_a_batch_and_every_copy_of_it_answers_as_alone(family):
+    """Two contexts of one length in a batch, and what batch_repeat_interleave makes of them."""
     model, press = build_model(family), make_press(ratio=0.3)
-    ids, question = random_ids(60, batch_size=2, seed=7), random_ids(5, seed=8)
+    ids, question = random_ids(60, batch_size=2, seed=7), random_ids(5, batch_size=2, seed=8)
     cache = prefill(model, ids, press)
+    alone = torch.cat([ask(model, prefill(model, ids[r : r + 1], press), question[r : r + 1]) for r in (0, 1)])
+    torch.testing.assert_close(ask(model, cache, question), alone, **TOLERANCE)
     cache.batch_repeat_interleave(3)
-    logits = ask(model, cache, question.repeat(6, 1))
-    for row in range(6):
-        alone = ask(model, prefill(model, ids[row // 3 : row // 3 + 1], press), question)
-        torch.testing.assert_close(logits[row : row + 1], alone, **TOLERANCE)
+    copies = question.repeat_interleave(3, dim=0)
+    torch.testing.assert_close(ask(model, cache, copies), alone.repeat_interleave(3, dim=0), **TOLERANCE)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "mistral-sliding"])

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 
 import pytest
 import torch
 from dense_reference import dense_masked, keep_masks
-from harness import TOLERANCE, ask, counted_calls, follow, make_press, prefill
+from harness import TOLERANCE, ask, counted_calls, follow, make_press, prefill, refused, scores_of
 from safetensors.torch import save_file
 from tiny_models import build_model, build_tokenizer, random_ids
 
 from kvzip_press import HeadScores, KVzipPress
-from kvzip_press.compressor import PrefilledContext
 from kvzip_press.models import language_model
 from kvzip_press.version import __version__
 
@@ -65,10 +65,8 @@ def test_equal_heads_are_kept_from_the_first_layer_on(model):
 def test_scores_of_another_shape_are_refused_before_any_forward(model):
     """Scores of another model: an error with both shapes and the way to compute one's own."""
     press = make_press(level="head", head_scores=HeadScores(torch.ones(4, 3)))
-    with counted_calls(model.model.embed_tokens) as forwards:
-        with pytest.raises(ValueError, match=r"shape \(4, 3\), but LlamaForCausalLM needs \(4, 2\).*from_text"):
-            prefill(model, IDS, press)
-    assert forwards == []
+    with refused(model, r"shape \(4, 3\), but LlamaForCausalLM needs \(4, 2\).*from_text"):
+        prefill(model, IDS, press)
 
 
 def test_the_head_level_needs_scores(model):
@@ -79,6 +77,8 @@ def test_the_head_level_needs_scores(model):
     press.level = "head"
     with pytest.raises(ValueError, match="level='head' needs head_scores"), press(model):
         pass
+    with pytest.raises(ValueError, match="head_scores are for level='head', got level='pair'"):
+        KVzipPress(head_scores=HeadScores(SCORES))
 
 
 @pytest.mark.parametrize(
@@ -96,9 +96,7 @@ def test_a_heads_score_is_its_highest_pair_score(family):
     model, tokenizer = build_model(family), build_tokenizer()
     computed = HeadScores.from_text(model, tokenizer, TEXT, chunk_size=32)
     ids = torch.tensor([tokenizer.encode("<s>user:" + TEXT, add_special_tokens=False)])
-    context = PrefilledContext(prefill(model, ids), ids, None, [0], [ids.shape[1]])
-    pair_scores = make_press().compressor(model).score(context)[0]
-    torch.testing.assert_close(computed.scores, pair_scores.amax(dim=-1))
+    torch.testing.assert_close(computed.scores, scores_of(model, ids).amax(dim=-1))
     prefill(model, IDS, make_press(level="head", head_scores=computed))
 
 
@@ -128,11 +126,17 @@ def test_an_empty_sample_is_refused(model, texts):
         HeadScores.from_text(model, build_tokenizer(), texts)
 
 
-def test_saved_and_loaded_scores_are_equal_with_their_provenance(model, tmp_path):
-    """A file gives back every bit and where the scores come from, and compresses as the original."""
+def test_saved_and_loaded_scores_are_equal_with_their_provenance(model, tmp_path, monkeypatch):
+    """A file, with the permissions of any new one, gives back every bit and where the scores come from."""
     path = tmp_path / "heads.safetensors"
     scores = HeadScores(torch.rand(4, 2), {"model": "tiny", "sample_tokens": "[64]"})
-    scores.save(path)
+    before = os.umask(0o022)
+    with monkeypatch.context() as patched:
+        # Other threads make files too: the mask of the process is not touched, not for an instant
+        patched.setattr(os, "umask", lambda mask: pytest.fail("the umask was set"))
+        scores.save(path)
+    os.umask(before)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o644
     loaded = HeadScores.load(path)
     assert torch.equal(loaded.scores, scores.scores) and loaded.provenance == scores.provenance
     assert os.listdir(tmp_path) == ["heads.safetensors"]
@@ -155,24 +159,28 @@ def test_a_save_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
     assert path.read_bytes() == before and os.listdir(tmp_path) == ["heads.safetensors"]
 
 
-def test_a_missing_folder_is_named(tmp_path):
-    """Saving into a folder that does not exist says which one."""
-    with pytest.raises(ValueError, match="none' does not exist; create it first"):
-        HeadScores(SCORES).save(tmp_path / "none" / "heads.safetensors")
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("none/heads.safetensors", "none' does not exist; create it first"),
+        ("", "is not a file; name a file such as heads.safetensors"),
+        ("heads.pt", "a file of the original code; use the ending .safetensors"),
+    ],
+)
+def test_what_can_not_be_saved_or_read_again_is_refused(tmp_path, name, message):
+    """A folder that does not exist, a folder itself, and an ending that means another format."""
+    with pytest.raises(ValueError, match=message):
+        HeadScores(SCORES).save(tmp_path / name)
 
 
 @pytest.mark.parametrize("shape", [(4, 2), (1, 4, 2), (4, 1, 2), (1, 4, 1, 2)])
 def test_files_of_the_original_code_are_read(tmp_path, shape):
-    """A .pt tensor of the original code, with or without dimensions of one, in half precision or not."""
+    """A .pt tensor of the original code, with dimensions of one or without, in any precision, or a list of layers."""
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         torch.save(SCORES.view(shape).to(dtype), tmp_path / "scores.pt")
         loaded = HeadScores.load(tmp_path / "scores.pt")
         assert torch.equal(loaded.scores, SCORES.to(dtype).float())
         assert loaded.provenance == {"source": "scores.pt"}
-
-
-def test_a_list_of_layers_is_read(tmp_path):
-    """One tensor a layer, in a list, is the same table."""
     torch.save(list(SCORES), tmp_path / "scores.pt")
     assert torch.equal(HeadScores.load(tmp_path / "scores.pt").scores, SCORES)
 
@@ -191,23 +199,16 @@ def test_nothing_of_a_pt_file_is_executed(tmp_path, monkeypatch):
     [
         ("a.safetensors", b"", "is not a safetensors file of head scores"),
         ("b.safetensors", b"\x10" * 200, "is not a safetensors file of head scores"),
-        ("c.pt", b"not a tensor", "is not a tensor file"),
+        ("c.safetensors", None, "is not a safetensors file of head scores"),
+        ("d.pt", b"not a tensor", "is not a tensor file"),
     ],
 )
 def test_corrupted_files_are_refused_by_name(tmp_path, name, content, message):
-    """A truncated or foreign file is a ValueError that names it, whatever the reader raised."""
-    (tmp_path / name).write_bytes(content)
+    """A truncated (None: all but the end of a saved one) or foreign file is a ValueError that names it."""
+    HeadScores(SCORES).save(tmp_path / "whole.safetensors")
+    (tmp_path / name).write_bytes((tmp_path / "whole.safetensors").read_bytes()[:-8] if content is None else content)
     with pytest.raises(ValueError, match=f"{name}' {message}"):
         HeadScores.load(tmp_path / name)
-
-
-def test_a_truncated_file_is_refused(tmp_path):
-    """The first half of a saved file holds no head scores."""
-    path = tmp_path / "heads.safetensors"
-    HeadScores(SCORES).save(path)
-    path.write_bytes(path.read_bytes()[:-8])
-    with pytest.raises(ValueError, match="heads.safetensors' is not a safetensors file of head scores"):
-        HeadScores.load(path)
 
 
 def test_other_tensor_files_are_refused(tmp_path):

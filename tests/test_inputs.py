@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from harness import TOLERANCE, all_equal, ask, counted_calls, follow, kept_positions, make_press, packed_states, prefill
+from harness import TOLERANCE, all_equal, ask, follow, kept_positions, make_press, packed_states, prefill, refused
 from tiny_models import build_model, build_tokenizer, random_ids
 from transformers import DynamicCache
 
@@ -61,8 +61,7 @@ def test_embeddings_equal_the_ids_they_come_from(family):
     expected, cache = prefill(model, IDS, press), DynamicCache()
     with press(model):
         language_model(model)(inputs_embeds=model.get_input_embeddings()(IDS), past_key_values=cache)
-    for states, reference in zip(packed_states(cache), packed_states(expected), strict=True):
-        torch.testing.assert_close(states, reference, **TOLERANCE)
+    torch.testing.assert_close(packed_states(cache), packed_states(expected), **TOLERANCE)
     torch.testing.assert_close(ask(model, cache, QUESTION), ask(model, expected, QUESTION), **TOLERANCE)
 
 
@@ -87,16 +86,13 @@ def test_ids_are_known_wherever_the_model_is_entered(family, entry):
         (model if entry == "model" else model.model)(input_ids=ids, past_key_values=cache)
     expected = prefill(model, ids, press)
     assert [layer.prefix_pairs for layer in cache.layers if hasattr(layer, "prefix_pairs")][0] == [12]
-    for states, reference in zip(packed_states(cache), packed_states(expected), strict=True):
-        torch.testing.assert_close(states, reference, **TOLERANCE)
+    torch.testing.assert_close(packed_states(cache), packed_states(expected), **TOLERANCE)
 
 
 def test_a_forward_without_a_cache_raises_before_any_work(model):
     """use_cache=False leaves nothing to compress: an error before the first layer runs."""
-    with counted_calls(model.model.embed_tokens) as forwards:
-        with pytest.raises(ValueError, match="use_cache=True"), make_press()(model):
-            model.model(input_ids=IDS, use_cache=False)
-    assert forwards == []
+    with refused(model, "use_cache=True"), make_press()(model):
+        model.model(input_ids=IDS, use_cache=False)
     model.config.use_cache = False
     with pytest.raises(ValueError, match="use_cache=True"), torch.no_grad(), make_press()(model):
         model.model(input_ids=IDS)
@@ -110,13 +106,9 @@ def test_an_empty_block_does_nothing(model):
 
 def test_a_model_made_in_memory_needs_a_tokenizer_and_says_so(model):
     """A model without a name gives an error that names tokenizer=, before any forward."""
-    with counted_calls(model.model.embed_tokens) as forwards:
-        with pytest.raises(ValueError, match="LlamaForCausalLM was built in memory.*tokenizer="):
-            with KVzipPress()(model):
-                model.model(input_ids=IDS, past_key_values=DynamicCache())
-    assert forwards == []
-    cache = prefill(model, IDS, KVzipPress(tokenizer=build_tokenizer()))
-    assert is_compressed(cache)
+    with refused(model, "LlamaForCausalLM was built in memory.*tokenizer="):
+        prefill(model, IDS, KVzipPress())
+    assert is_compressed(prefill(model, IDS, KVzipPress(tokenizer=build_tokenizer())))
 
 
 def test_a_name_without_a_tokenizer_says_so(model, tmp_path):
@@ -125,17 +117,6 @@ def test_a_name_without_a_tokenizer_says_so(model, tmp_path):
     loaded = type(model).from_pretrained(tmp_path)
     with pytest.raises(ValueError, match=f"{tmp_path.name}.*tokenizer="), KVzipPress()(loaded):
         pass
-
-
-def test_the_tokenizer_is_found_by_the_models_name(model, tmp_path):
-    """A model loaded from a folder with a tokenizer needs no tokenizer=."""
-    model.save_pretrained(tmp_path)
-    build_tokenizer().save_pretrained(tmp_path)
-    loaded = type(model).from_pretrained(tmp_path).eval()
-    ids = chat_ids("The harbour was rebuilt in 1907, the tower in 1911.")
-    found = prefill(loaded, ids, KVzipPress(ratio=0.3))
-    given = prefill(loaded, ids, KVzipPress(ratio=0.3, tokenizer=build_tokenizer()))
-    assert all_equal(packed_states(found), packed_states(given))
 
 
 def test_prompts_of_ids_need_no_tokenizer(model):
@@ -175,19 +156,16 @@ def test_the_chat_prefix_is_kept_in_every_head(family, level):
 
 def test_a_long_system_prompt_is_kept_in_every_head(model):
     """A system prompt of the template, much longer than the sinks, is part of the prefix and never evicted."""
-    system = "You are a helpful assistant who answers in one short sentence."
+    prefix = "<s>system:You are a helpful assistant who answers in one short sentence.<s>user:"
     tokenizer = build_tokenizer(
-        "<s>system:" + system + "{% for m in messages %}<s>user:{{ m['content'] }}<e>{% endfor %}"
+        prefix.removesuffix("<s>user:") + "{% for m in messages %}<s>user:{{ m['content'] }}<e>{% endfor %}"
     )
-    prefix = "<s>system:" + system + "<s>user:"
     ids = torch.tensor([tokenizer.encode(prefix + "The tower was built in 1907. " * 3, add_special_tokens=False)])
     length = len(tokenizer.encode(prefix, add_special_tokens=False))
     assert length == 76
     compressed = prefill(model, ids, make_press(ratio=0.05, tokenizer=tokenizer))
-    for heads in kept_positions(prefill(model, ids), compressed):
-        for head in heads:
-            assert set(range(length)) <= head
-            assert not set(range(length, ids.shape[1])) <= head
+    for head in sum(kept_positions(prefill(model, ids), compressed), []):
+        assert set(range(length)) <= head and not set(range(length, ids.shape[1])) <= head
 
 
 def test_a_raw_context_keeps_its_sinks_and_nothing_else_for_free(model):
@@ -232,25 +210,18 @@ def test_short_contexts_keep_every_layer(family, length, level):
 NOT_A_FRACTION = [math.nan, math.inf, -0.1, True, False, "x", "0.3", [0.3], 1.5]
 
 
-@pytest.mark.parametrize("value", [*NOT_A_FRACTION, 0, 0.0])
-def test_a_bad_ratio_is_refused_in_the_constructor_and_later(value):
-    """What is no fraction to keep is refused at once, named with its value, and the press stays as it was."""
-    with pytest.raises(ValueError, match=r"ratio must be a number in \(0, 1\]"):
-        KVzipPress(ratio=value)
+@pytest.mark.parametrize(
+    ("name", "interval", "value"),
+    [("ratio", r"\(0, 1\]", value) for value in (*NOT_A_FRACTION, 0, 0.0)]
+    + [("compression_ratio", r"\[0, 1\)", value) for value in (*NOT_A_FRACTION, 1, 1.0)],
+)
+def test_what_is_no_fraction_is_refused_in_the_constructor_and_later(name, interval, value):
+    """Keeping nothing, removing everything, or what is no fraction: named at once, and the press stays as it was."""
+    with pytest.raises(ValueError, match=rf"^{name} must be a number in {interval}, got"):
+        KVzipPress(**{name: value})
     press = KVzipPress(ratio=0.4)
     with pytest.raises(ValueError, match="got"):
-        press.ratio = value
-    assert (press.ratio, press.compression_ratio) == (0.4, 0.6)
-
-
-@pytest.mark.parametrize("value", [*NOT_A_FRACTION, 1, 1.0])
-def test_a_bad_compression_ratio_is_refused_in_the_constructor_and_later(value):
-    """Removing everything, or what is no fraction, is refused at once, and the press stays as it was."""
-    with pytest.raises(ValueError, match=r"compression_ratio must be a number in \[0, 1\)"):
-        KVzipPress(compression_ratio=value)
-    press = KVzipPress(ratio=0.4)
-    with pytest.raises(ValueError, match="got"):
-        press.compression_ratio = value
+        setattr(press, name, value)
     assert (press.ratio, press.compression_ratio) == (0.4, 0.6)
 
 
@@ -349,10 +320,8 @@ def test_every_other_parameter_is_checked_whenever_it_is_set(name, value, messag
 def test_attention_that_can_not_be_routed_is_refused_before_any_forward(model, implementation):
     """Eager, flex and paged attention are refused when the block is entered, with the remedy."""
     model.config._attn_implementation = implementation
-    with counted_calls(model.model.embed_tokens) as forwards:
-        with pytest.raises(ValueError, match="set_attn_implementation.'sdpa'"), make_press()(model):
-            model.model(input_ids=IDS, past_key_values=DynamicCache())
-    assert forwards == []
+    with refused(model, "set_attn_implementation.'sdpa'"):
+        prefill(model, IDS, make_press())
 
 
 def test_a_compressed_cache_used_with_eager_attention_raises(family):

@@ -50,45 +50,34 @@ def encoded(template: str | None = TEMPLATE, prompts: ReplayPrompts = DEFAULT):
     return encode_prompts(prompts, build_tokenizer(template))
 
 
-def test_the_prefix_is_found_in_a_templated_context():
-    """All tokens of the prefix, none of the text, and the chat's suffix for the replay."""
-    prompts = encoded()
-    assert prompts.find_prefix(ids_of(PREFIX + "some text")) == 6
-    assert prompts.find_prefix(ids_of(PREFIX)) == 6
-    assert prompts.suffix(6) == ids_of(SUFFIX)
+MERGED = [*ids_of(PREFIX)[:-1], 99, *ids_of("text")]
 
 
-def test_a_raw_context_has_no_prefix():
-    """Text that does not begin like the template has none, and a line break as suffix."""
-    prompts = encoded()
-    assert prompts.find_prefix(ids_of("some text")) == 0
-    assert prompts.find_prefix(ids_of("user:some text")) == 0
-    assert prompts.find_prefix([]) == 0
-    assert prompts.suffix(0) == ids_of("\n")
-
-
-def test_a_leading_bos_token_is_the_prefix_of_a_raw_context():
-    """A text after BOS that is no message of the chat keeps its BOS token and nothing of the text."""
-    prompts = encoded()
-    assert prompts.find_prefix(ids_of("<s>some text")) == 1
-    assert prompts.find_prefix(ids_of("<s>useful text")) == 1
-    assert prompts.suffix(1) == ids_of("\n")
-    without_template = encoded(None)
-    assert without_template.find_prefix(ids_of("<s>some text")) == 1
-    assert without_template.suffix(1) == ids_of("\n")
-
-
-def test_a_system_message_of_the_users_own_is_not_taken_for_the_default_prefix():
-    """A conversation that begins otherwise than the template's single message has only its BOS token protected."""
-    assert encoded().find_prefix(ids_of("<s>system:Be brief.<e><s>user:text")) == 1
-
-
-def test_a_last_token_merged_with_the_text_leaves_the_rest_of_the_prefix():
-    """Tokenizers may merge the prefix's last character with the text's first: all but that token still match."""
-    prompts = encoded()
-    merged = [*ids_of(PREFIX)[:-1], 99, *ids_of("text")]
-    assert prompts.find_prefix(merged) == 5
-    assert prompts.suffix(5) == ids_of(SUFFIX)
+@pytest.mark.parametrize(
+    ("template", "ids", "length", "suffix"),
+    [
+        # All tokens of the prefix, none of the text, and the chat's suffix for the replay
+        (TEMPLATE, ids_of(PREFIX + "some text"), 6, SUFFIX),
+        (TEMPLATE, ids_of(PREFIX), 6, SUFFIX),
+        # Tokenizers may merge the prefix's last character with the text's first: all but that token still match
+        (TEMPLATE, MERGED, 5, SUFFIX),
+        # Text that does not begin like the template has none, and a line break as suffix
+        (TEMPLATE, ids_of("some text"), 0, "\n"),
+        (TEMPLATE, ids_of("user:some text"), 0, "\n"),
+        (TEMPLATE, [], 0, "\n"),
+        # After BOS a text that is no message of the chat keeps its BOS token and nothing of the text
+        (TEMPLATE, ids_of("<s>some text"), 1, "\n"),
+        (TEMPLATE, ids_of("<s>useful text"), 1, "\n"),
+        (None, ids_of("<s>some text"), 1, "\n"),
+        # A conversation that begins otherwise than the template's single message
+        (TEMPLATE, ids_of("<s>system:Be brief.<e><s>user:text"), 1, "\n"),
+    ],
+)
+def test_the_prefix_is_found_in_the_contexts_own_tokens(template, ids, length, suffix):
+    """Inside the chat template its tokens before the text, outside of it a BOS token at most."""
+    prompts = encoded(template)
+    assert prompts.find_prefix(ids) == length
+    assert prompts.suffix(length) == ids_of(suffix)
 
 
 def test_a_given_prefix_length_needs_no_search():

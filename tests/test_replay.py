@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from harness import make_press, prefill
+from harness import context_of, make_press, prefill, scores_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import build_model, random_ids
 
-from kvzip_press.compressor import PrefilledContext
 from kvzip_press.models import language_model
 from kvzip_press.prompts import EncodedPrompts
-from kvzip_press.replay import REPEATS, ReplayPass, plan_replay
+from kvzip_press.replay_plan import REPEATS, ReplayPass, RowContext, plan_replay
 
 PROMPTS = EncodedPrompts(
     first=[900],
@@ -28,8 +27,9 @@ PROMPTS = EncodedPrompts(
 IDS = list(range(100, 120))
 
 
-def plan(ids=IDS, protected=4, prefix_length=0, chunk_size=7, **options) -> list[ReplayPass]:
-    return plan_replay(ids, len(IDS), protected, prefix_length, PROMPTS, chunk_size=chunk_size, **options)
+def plan(ids=IDS, protected=4, prefix_length=0, chunk_size=7, num_tokens=20, **options) -> list[ReplayPass]:
+    context = RowContext(0, 0, num_tokens, ids, None, num_tokens, prefix_length, protected)
+    return plan_replay(context, PROMPTS, chunk_size=chunk_size, **options)
 
 
 def test_chunks_and_anchors_worked_by_hand():
@@ -49,42 +49,28 @@ def test_a_context_inside_the_chat_uses_the_chats_suffix():
 
 
 def test_an_anchor_never_reaches_into_the_prefix():
-    """Chunks shorter than the anchor: it holds the replayed tokens there are, not the prefix."""
+    """Chunks shorter than the anchor: it holds the replayed tokens there are, not the prefix; without ids none."""
     assert plan(chunk_size=2)[1].prompt == [901, 902, 104, 105, 903, 906]
     assert plan(chunk_size=2)[2].prompt == [901, 902, 105, 106, 107, 903, 906]
-
-
-def test_without_ids_there_is_no_anchor():
-    """If only embeddings are known, later passes are told to go on without the words to start with."""
     assert [step.prompt for step in plan(ids=None)] == [[900, 906]] + [[901, 902, 903, 906]] * 2
-
-
-def test_a_context_that_is_all_protected_is_not_replayed():
-    """Nothing to score, nothing to feed."""
-    assert plan(protected=20) == []
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 20), st.integers(1, 25))
 def test_every_pair_is_scored_exactly_once(protected, chunk_size):
-    """The chunks cover the context after the protected tokens, in order, without gap or overlap."""
+    """The chunks cover the context after the protected tokens, in order, without gap or overlap, or nothing."""
     scored = [column for step in plan(protected=protected, chunk_size=chunk_size) for column in range(*step.scored)]
     assert scored == list(range(protected, 20))
 
 
-@pytest.mark.parametrize(("repeat", "fed"), [("first", (4, 5)), ("last", (19, 20)), ("prompt", (20, 20))])
-def test_ablations_feed_a_part_and_score_everything(repeat, fed):
+@pytest.mark.parametrize(
+    ("repeat", "fed", "fed_of_204"),
+    [("first", (4, 5), (4, 24)), ("last", (19, 20), (184, 204)), ("prompt", (20, 20), (204, 204))],
+)
+def test_ablations_feed_a_part_and_score_everything(repeat, fed, fed_of_204):
     """The first tenth, the last tenth, or the prompt alone, in a single pass that scores every pair."""
     assert plan(repeat=repeat) == [ReplayPass([900, 906], fed, (4, 20))]
-
-
-def test_a_tenth_of_a_longer_context():
-    """Of 200 tokens after the prefix twenty are fed, the first or the last ones."""
-    first, last = (
-        plan_replay(None, 204, 4, 0, PROMPTS, chunk_size=50, repeat=repeat)[0] for repeat in ("first", "last")
-    )
-    assert first.fed == (4, 24) and last.fed == (184, 204)
-    assert first.scored == last.scored == (4, 204)
+    assert plan(ids=None, num_tokens=204, repeat=repeat) == [ReplayPass([900, 906], fed_of_204, (4, 204))]
 
 
 @pytest.mark.parametrize("repeat", REPEATS)
@@ -93,14 +79,13 @@ def test_what_is_planned_is_what_is_fed(repeat):
     model, ids = build_model("llama"), random_ids(60)
     press = make_press(repeat=repeat, chunk_size=30)
     compressor = press.compressor(model)
-    context = PrefilledContext(prefill(model, ids), ids, None, [0], [60])
-    fed = []
+    context, fed = context_of(model, ids), []
     handle = language_model(model).register_forward_pre_hook(
         lambda module, args, kwargs: fed.append((kwargs["input_ids"], kwargs["position_ids"])), with_kwargs=True
     )
     scores = compressor.score(context)[0]
     handle.remove()
-    passes = plan_replay(ids[0].tolist(), 60, 4, 0, compressor.prompts, chunk_size=30, repeat=repeat)
+    passes = plan_replay(*context.rows(compressor.prompts, 4), compressor.prompts, chunk_size=30, repeat=repeat)
     assert len(fed) == len(passes) == (2 if repeat == "context" else 1)
     for (tokens, positions), step in zip(fed, passes, strict=True):
         assert tokens[0].tolist() == step.prompt + ids[0, slice(*step.fed)].tolist()
@@ -111,8 +96,7 @@ def test_what_is_planned_is_what_is_fed(repeat):
 def test_what_is_repeated_decides_what_is_kept():
     """The ablations give other scores than the replay of the whole context, and than each other."""
     model, ids = build_model("llama"), random_ids(100)
-    context = PrefilledContext(prefill(model, ids), ids, None, [0], [100])
-    scores = [make_press(repeat=repeat).compressor(model).score(context)[0][..., 4:] for repeat in REPEATS]
+    scores = [scores_of(model, ids, repeat=repeat)[..., 4:] for repeat in REPEATS]
     assert all(not torch.allclose(a, b, atol=1e-3) for index, a in enumerate(scores) for b in scores[:index])
 
 
@@ -120,11 +104,7 @@ def test_chunks_of_a_local_replay_do_not_depend_on_each_other():
     """The scores of the first chunk are the same whatever comes after it in the context, in a causal model."""
     model, ids = build_model("llama"), random_ids(100)
     other = torch.cat([ids[:, :52], random_ids(48, seed=9)], dim=1)
-    press = make_press(chunk_size=48)
-    scores = []
-    for tokens in (ids, other):
-        context = PrefilledContext(prefill(model, tokens), tokens, None, [0], [100])
-        scores.append(press.compressor(model).score(context)[0])
+    scores = [scores_of(model, tokens, chunk_size=48) for tokens in (ids, other)]
     torch.testing.assert_close(scores[0][..., 4:52], scores[1][..., 4:52], atol=1e-5, rtol=1e-4)
     assert not torch.allclose(scores[0][..., 52:], scores[1][..., 52:], atol=1e-2)
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-from harness import make_press, prefill
+from harness import context_of, make_press, prefill, scores_of
 from tiny_models import build_model, build_tokenizer, random_ids
 from torch import nn
 from transformers import DynamicCache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from kvzip_press.compressor import PrefilledContext
+from kvzip_press import KVzipPress, models
 from kvzip_press.kernels.replay import torch as torch_replay
-from kvzip_press.models import attention_modules, evicted_layers, language_model, layer_windows
-from kvzip_press.scoring import SCORERS, inverse_hidden_norm, value_output_norm
+from kvzip_press.models import ModelLayout, attention_modules, language_model
+from kvzip_press.scoring import SCORERS, Scorer, inverse_hidden_norm, value_output_norm
 
 NAME = "recording_reference"
 CHUNK, SINKS, LENGTH = 40, 4, 90
@@ -104,9 +104,8 @@ def materialised_scores(model, ids, scorer: str, local: bool) -> torch.Tensor:
 def test_scores_equal_those_of_whole_attention_matrices(family, scorer, local):
     """Every scorer, in local and full replay: a float32 model scores as its definition does in float64."""
     model, ids = build_model(family), random_ids(LENGTH)
-    press = make_press(chunk_size=CHUNK, n_sink=SINKS, scorer=scorer, replay="local" if local else "full")
-    context = PrefilledContext(prefill(model, ids), ids, None, [0], [LENGTH])
-    scores = press.compressor(model).score(context)[0]
+    replay = "local" if local else "full"
+    scores = scores_of(model, ids, chunk_size=CHUNK, n_sink=SINKS, scorer=scorer, replay=replay)
     assert scores.dtype == torch.float32 and scores.shape == (4, 2, LENGTH)
     assert (scores[..., :SINKS] == -torch.inf).all() and torch.isfinite(scores[..., SINKS:]).all()
     expected = materialised_scores(model, ids, scorer, local)
@@ -116,10 +115,9 @@ def test_scores_equal_those_of_whole_attention_matrices(family, scorer, local):
 def test_scorers_rank_pairs_differently():
     """The four scores are four scores: each pair of them disagrees on which half of the pairs is the better one."""
     model, ids = build_model("llama"), random_ids(LENGTH)
-    context = PrefilledContext(prefill(model, ids), ids, None, [0], [LENGTH])
     halves = []
     for scorer in SCORERS:
-        scores = make_press(scorer=scorer, chunk_size=CHUNK).compressor(model).score(context)[0][..., SINKS:].flatten()
+        scores = scores_of(model, ids, scorer=scorer, chunk_size=CHUNK)[..., SINKS:].flatten()
         halves.append((scores > scores.median()).tolist())
     assert all(a != b for index, a in enumerate(halves) for b in halves[:index])
 
@@ -128,11 +126,9 @@ def test_scorers_rank_pairs_differently():
 def test_only_layers_that_are_evicted_are_scored(family):
     """A hybrid model scores its global layers; one that slides everywhere its last window."""
     model, ids = build_model(family), random_ids(LENGTH)
-    context = PrefilledContext(prefill(model, ids), ids, None, [0], [LENGTH])
-    scores = make_press(chunk_size=CHUNK).compressor(model).score(context)[0]
     expected = {"gemma3": (2, 2, LENGTH), "mistral-sliding": (4, 2, 23)}[family]
-    assert scores.shape == expected
-    assert len(evicted_layers(layer_windows(model))) == expected[0]
+    assert scores_of(model, ids, chunk_size=CHUNK).shape == expected
+    assert len(ModelLayout.of(model).evicted) == expected[0]
 
 
 def test_the_whole_attention_matrix_never_exists(monkeypatch):
@@ -149,14 +145,67 @@ def test_the_whole_attention_matrix_never_exists(monkeypatch):
 
     monkeypatch.setattr(torch, "bmm", spy)
     model, ids = build_model("llama"), random_ids(300)
-    context = PrefilledContext(prefill(model, ids), ids, None, [0], [300])
-    compressor = make_press(chunk_size=296, backend="torch").compressor(model)
-    blocked = compressor.score(context)[0]
+    blocked = scores_of(model, ids, chunk_size=296, backend="torch")
     keys, queries = 4 + 2 * 296 + 39, 296 + 39
     # Never fewer rows than 16 in a block
     assert max(sizes) <= max(bound, 8 * 16 * keys) < 8 * queries * keys / 10
     monkeypatch.undo()
-    torch.testing.assert_close(compressor.score(context)[0], blocked)
+    torch.testing.assert_close(scores_of(model, ids, chunk_size=296, backend="torch"), blocked)
+
+
+class Watched(KVzipPress):
+    """Counts the calls of its forward hook, with the hooks that are on the model then."""
+
+    def forward_hook(self, module, input, kwargs, output):
+        self.seen.append((module.layer_idx, len(module._forward_hooks)))
+        return super().forward_hook(module, input, kwargs, output)
+
+
+@pytest.mark.parametrize(("family", "layers"), [("llama", [0, 1, 2, 3]), ("gemma3", [1, 3])])
+def test_scores_are_collected_in_the_presss_forward_hook(family, layers):
+    """Once a scored layer and pass, while the replay lasts; other caches that run meanwhile don't concern it."""
+    model, ids = build_model(family), random_ids(LENGTH)
+    press = Watched(tokenizer=build_tokenizer(), chunk_size=CHUNK)
+    press.seen, other, context = [], prefill(model, ids), context_of(model, ids)
+    compressor = press.compressor(model)
+
+    def meanwhile(module, args, output):
+        if "other" not in press.seen:
+            press.seen.append("other")
+            language_model(model)(input_ids=ids[:, :3], past_key_values=other)
+
+    handle = attention_modules(model)[1].register_forward_hook(meanwhile)
+    scores = compressor.score(context)[0]
+    handle.remove()
+    calls = [call for call in press.seen if call != "other"]
+    assert [layer for layer, _ in calls] == layers * 3 and min(hooks for _, hooks in calls) >= 1
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in attention_modules(model))
+    assert torch.equal(scores, scores_of(model, ids, chunk_size=CHUNK))
+
+
+def test_scores_that_no_hook_collects_are_an_error(model):
+    """A forward hook of one's own that forgets the press's leaves no scores: an error, not a selection by position."""
+    press = make_press()
+    object.__setattr__(press, "forward_hook", lambda module, args, kwargs, output: output)
+    with pytest.raises(RuntimeError, match="have it call KVzipPress.forward_hook"):
+        prefill(model, random_ids(LENGTH), press)
+
+
+def test_a_models_layout_is_resolved_once(monkeypatch, model):
+    """One compression of a batch of chunks looks the layers and windows up once, however many there are."""
+    asked = []
+    windows = models.layer_windows
+    monkeypatch.setattr(models, "layer_windows", lambda model: asked.append(1) or windows(model))
+    prefill(model, random_ids(LENGTH, batch_size=2), make_press(ratio=0.3))
+    assert asked == [1]
+
+
+def test_a_new_scorer_is_one_registry_line(monkeypatch, model):
+    """What SCORERS holds, a press takes: the sum of the weights, whose scores bound the maximum from above."""
+    monkeypatch.setitem(SCORERS, "sum", Scorer("sum"))
+    ids = random_ids(LENGTH)
+    total, highest = (scores_of(model, ids, scorer=name, chunk_size=CHUNK)[..., SINKS:] for name in ("sum", "kvzip"))
+    assert (total >= highest - 1e-5).all() and (total > 2 * highest).any()
 
 
 def test_value_output_norm_equals_the_projected_vector():
@@ -165,14 +214,12 @@ def test_value_output_norm_equals_the_projected_vector():
     module = nn.Module()
     module.o_proj = nn.Linear(24, 20, bias=False)  # 6 heads of 4
     values = torch.randn(2, 3, 5, 4)
-    norms = value_output_norm(module, values)
-    assert norms.shape == (2, 3, 2, 5)
-    for kv_head in range(3):
-        for member in range(2):
-            head = kv_head * 2 + member
-            vectors = torch.zeros(2, 5, 24)
-            vectors[..., head * 4 : head * 4 + 4] = values[:, kv_head]
-            torch.testing.assert_close(norms[:, kv_head, member], module.o_proj(vectors).norm(dim=-1))
+    expected = torch.empty(2, 3, 2, 5)
+    for head in range(6):
+        vectors = torch.zeros(2, 5, 24)
+        vectors[..., head * 4 : head * 4 + 4] = values[:, head // 2]
+        expected[:, head // 2, head % 2] = module.o_proj(vectors).norm(dim=-1)
+    torch.testing.assert_close(value_output_norm(module, values), expected)
 
 
 def test_inverse_hidden_norm_is_computed_in_float32():

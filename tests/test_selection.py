@@ -10,18 +10,11 @@ from harness import kept_positions, make_press, prefill
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import build_model, random_ids
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvzip_press import HeadScores, kept_fraction
 from kvzip_press.cache.ragged import RaggedLayer
-from kvzip_press.selection import (
-    SELECTORS,
-    Allowance,
-    keep_top,
-    select_heads,
-    select_pair,
-    select_pair_layer,
-    select_pair_uniform,
-)
+from kvzip_press.selection import SELECTORS, Allowance, keep_top, select_heads, select_pair
 
 F, T = False, True
 
@@ -58,29 +51,66 @@ def test_exactly_the_count_is_kept_as_by_a_stable_sort(values, data):
     assert keep_top(scores, count).nonzero().flatten().tolist() == sorted(order[:count])
 
 
+# https://docs.pytorch.org/docs/stable/generated/torch.use_deterministic_algorithms.html: those that raise on CUDA
+RAISING = {"kthvalue", "median", "nanmedian", "histc", "bincount", "put_", "_histogramdd_bin_edges", "scatter_reduce"}
+
+
+class Operations(TorchDispatchMode):
+    """Collects the names of the operations that run."""
+
+    def __enter__(self):
+        self.names = set()
+        return super().__enter__()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.add(function._schema.name.split("::")[1])
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("count", [1, 20, 30, 59])
+def test_selection_uses_no_operation_that_is_nondeterministic_on_cuda(count):
+    """kthvalue and its like raise on CUDA under torch.use_deterministic_algorithms(True)."""
+    with Operations() as operations:
+        keep_top(torch.arange(60.0) % 7, count)
+    assert operations.names and not operations.names & RAISING
+
+
 def test_nan_scores_are_an_error():
     """A NaN has no rank: an error that names the remedy instead of an arbitrary choice."""
     with pytest.raises(ValueError, match="NaN.*load the model in bfloat16 or float32"):
         keep_top(torch.tensor([1.0, math.nan]), 1)
 
 
+def test_a_new_selector_is_one_function_and_one_registry_line(monkeypatch, model):
+    """What SELECTORS holds is a level of the press."""
+    monkeypatch.setitem(
+        SELECTORS, "newest", lambda scores, allowance: torch.arange(scores.shape[-1]).expand_as(scores) >= 30
+    )
+    cache = prefill(model, random_ids(50), make_press(level="newest"))
+    assert kept_positions(prefill(model, random_ids(50)), cache) == [[{*range(4), *range(34, 50)}] * 2] * 4
+
+
 # Two layers of two heads and three positions
 SCORES = torch.tensor([[[9.0, 1.0, 8.0], [2.0, 2.0, 2.0]], [[7.0, 0.0, 0.0], [2.0, 6.0, 5.0]]])
 
 
-def test_levels_worked_by_hand():
-    """Half of twelve pairs: over the model, in each layer, and in each head (of three, round(1.5) = 2)."""
-    half = Allowance(ratio=0.5)
-    # 9 8 7 6 5 and the first of the 2s, which is layer 0, head 1, position 0
-    assert select_pair(SCORES, half).tolist() == [mask([1, 0, 1], [1, 0, 0]), mask([1, 0, 0], [0, 1, 1])]
-    # Layer 0: 9 8 and a 2; layer 1: 7 6 5
-    assert select_pair_layer(SCORES, half).tolist() == [mask([1, 0, 1], [1, 0, 0]), mask([1, 0, 0], [0, 1, 1])]
-    # Each head two
-    assert select_pair_uniform(SCORES, half).tolist() == [mask([1, 0, 1], [1, 1, 0]), mask([1, 1, 0], [0, 1, 1])]
-    third = Allowance(ratio=1 / 3)
-    assert select_pair(SCORES, third).tolist() == [mask([1, 0, 1], [0, 0, 0]), mask([1, 0, 0], [0, 1, 0])]
-    assert select_pair_layer(SCORES, third).tolist() == [mask([1, 0, 1], [0, 0, 0]), mask([1, 0, 0], [0, 1, 0])]
-    assert select_pair_uniform(SCORES, third).tolist() == [mask([1, 0, 0], [1, 0, 0]), mask([1, 0, 0], [0, 1, 0])]
+@pytest.mark.parametrize(
+    ("ratio", "level", "expected"),
+    [
+        # 9 8 7 6 5 and the first of the 2s, which is layer 0, head 1, position 0
+        (1 / 2, "pair", [mask([1, 0, 1], [1, 0, 0]), mask([1, 0, 0], [0, 1, 1])]),
+        # Layer 0: 9 8 and a 2; layer 1: 7 6 5
+        (1 / 2, "pair-layer", [mask([1, 0, 1], [1, 0, 0]), mask([1, 0, 0], [0, 1, 1])]),
+        # Each head two of three, as round(1.5) is 2
+        (1 / 2, "pair-uniform", [mask([1, 0, 1], [1, 1, 0]), mask([1, 1, 0], [0, 1, 1])]),
+        (1 / 3, "pair", [mask([1, 0, 1], [0, 0, 0]), mask([1, 0, 0], [0, 1, 0])]),
+        (1 / 3, "pair-layer", [mask([1, 0, 1], [0, 0, 0]), mask([1, 0, 0], [0, 1, 0])]),
+        (1 / 3, "pair-uniform", [mask([1, 0, 0], [1, 0, 0]), mask([1, 0, 0], [0, 1, 0])]),
+    ],
+)
+def test_levels_worked_by_hand(ratio, level, expected):
+    """Of twelve pairs: over the model, in each layer, and in each head."""
+    assert SELECTORS[level](SCORES, Allowance(ratio=ratio)).tolist() == expected
 
 
 def test_equal_scores_fill_the_context_from_its_beginning():
@@ -102,12 +132,10 @@ def test_counts_are_exact_at_every_level(shape, ratio, seed, levels):
     """round(ratio * n) pairs stay, of the model, of each layer, of each head, however many scores are tied."""
     scores = torch.randint(0, levels, shape, generator=torch.Generator().manual_seed(seed)).float()
     layers, heads, tokens = shape
-    allowance = Allowance(ratio=ratio)
-    assert select_pair(scores, allowance).sum() == round(ratio * layers * heads * tokens)
-    per_layer = select_pair_layer(scores, allowance).sum(dim=(1, 2))
-    assert per_layer.tolist() == [round(ratio * heads * tokens)] * layers
-    per_head = select_pair_uniform(scores, allowance).sum(dim=2)
-    assert per_head.flatten().tolist() == [round(ratio * tokens)] * (layers * heads)
+    kept = {level: selector(scores, Allowance(ratio=ratio)) for level, selector in SELECTORS.items()}
+    assert kept["pair"].sum() == round(ratio * layers * heads * tokens)
+    assert kept["pair-layer"].sum(dim=(1, 2)).tolist() == [round(ratio * heads * tokens)] * layers
+    assert kept["pair-uniform"].sum(dim=2).flatten().tolist() == [round(ratio * tokens)] * (layers * heads)
 
 
 @pytest.mark.parametrize("level", SELECTORS)

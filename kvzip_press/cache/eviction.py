@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from transformers import Cache
 
@@ -16,46 +18,21 @@ from .window import WindowLayer
 QUANTIZATIONS = {"int8": 8, "int4": 4}
 
 
-def _store(
-    packed_keys: torch.Tensor, packed_values: torch.Tensor, segments: Segments, quantization: str | None
-) -> tuple[PackedKeys, PackedValues]:
-    if quantization is None:
-        return packed_keys, packed_values
-    bits = QUANTIZATIONS[quantization]
-    return quantize_keys(packed_keys, segments, bits), quantize_values(packed_values, bits)
-
-
 def _pack_layer(
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    keep: torch.Tensor,
-    *,
-    context_length: int,
-    prefix_pairs: list[int],
-    context_pairs: list[int],
-    window: int | None,
-    quantization: str | None,
-    backend: str,
+    keys: torch.Tensor, values: torch.Tensor, keep: torch.Tensor, quantization: str | None, **described: Any
 ) -> RaggedLayer:
     """Copy what ``keep`` (batch_size, num_kv_heads, held) names out of dense keys and values."""
     segments = Segments.from_lengths(keep.sum(dim=-1).flatten())
-    packed_keys, packed_values = _store(keys[keep], values[keep], segments, quantization)
+    bits = None if quantization is None else QUANTIZATIONS[quantization]
+    packed_keys: PackedKeys = keys[keep] if bits is None else quantize_keys(keys[keep], segments, bits)
+    packed_values: PackedValues = values[keep] if bits is None else quantize_values(values[keep], bits)
     positions = None
-    if window is not None:
-        columns = torch.arange(context_length - keys.shape[2], context_length, dtype=torch.int32, device=keys.device)
+    if described["window"] is not None:
+        length = described["context_length"]
+        columns = torch.arange(length - keys.shape[2], length, dtype=torch.int32, device=keys.device)
         positions = columns.expand_as(keep)[keep]
-    return RaggedLayer(
-        packed_keys,
-        packed_values,
-        segments,
-        batch_size=keys.shape[0],
-        context_length=context_length,
-        prefix_pairs=prefix_pairs,
-        context_pairs=context_pairs,
-        positions=positions,
-        window=window,
-        backend=backend,
-    )
+    rows = keys.shape[0]
+    return RaggedLayer(packed_keys, packed_values, segments, batch_size=rows, positions=positions, **described)
 
 
 def evict(
@@ -70,9 +47,9 @@ def evict(
     """
     Evict in place; the full tensors are released layer by layer.
 
-    A cache whose eviction was cut off still works, with some layers full. Layers that slide are small, and share one
-    mask sized by the first that is known to slide: they are replaced together. Then the global ones from the last to
-    the first: their mask is sized by the first one, and a ragged layer can cut a mask that is too wide.
+    Layers that slide are small, and share one mask sized by the first that is known to slide: they are replaced
+    together. Then the global ones from the last to the first, which sizes their mask: ragged layers can cut one that
+    is too wide. So a cache whose eviction was cut off still works, with some layers full.
 
     Parameters
     ----------
@@ -102,24 +79,20 @@ def evict(
         first = layer.keys.shape[2] - held
         keys, values = layer.keys[:, :, first:], layer.values[:, :, first:]
         context_length = layer.get_seq_length()
-        if index in keep:
-            return _pack_layer(
-                keys,
-                values,
-                keep[index].to(keys.device),
-                context_length=context_length,
-                prefix_pairs=prefix_pairs[index],
-                context_pairs=context_pairs[index],
-                window=window,
-                quantization=quantization,
-                backend=backend,
-            )
-        assert window is not None
-        return WindowLayer(
-            keys.clone(memory_format=torch.contiguous_format),
-            values.clone(memory_format=torch.contiguous_format),
+        if index not in keep:
+            assert window is not None
+            copies = (states.clone(memory_format=torch.contiguous_format) for states in (keys, values))
+            return WindowLayer(*copies, context_length=context_length, window=window)
+        return _pack_layer(
+            keys,
+            values,
+            keep[index].to(keys.device),
+            quantization,
             context_length=context_length,
+            prefix_pairs=prefix_pairs[index],
+            context_pairs=context_pairs[index],
             window=window,
+            backend=backend,
         )
 
     sliding = [index for index, window in enumerate(windows) if window is not None]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from transformers.cache_utils import CacheLayerMixin
@@ -10,10 +10,17 @@ from transformers.cache_utils import CacheLayerMixin
 _MIN_CAPACITY = 64
 
 
-def plain_empty(shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
+def plain_empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Uninitialised memory that can be written inside and outside of inference mode."""
     with torch.inference_mode(False):
-        return torch.empty(shape, dtype=like.dtype, device=like.device)
+        return torch.empty(shape, dtype=dtype, device=device)
+
+
+def _resized(buffer: torch.Tensor, capacity: int, length: int) -> torch.Tensor:
+    """Memory for ``capacity`` tokens, the first ``length`` of them copied from ``buffer``."""
+    resized = plain_empty((*buffer.shape[:2], capacity, buffer.shape[3]), buffer.dtype, buffer.device)
+    resized[:, :, :length] = buffer[:, :, :length]
+    return resized
 
 
 class GrowingStates:
@@ -37,11 +44,6 @@ class GrowingStates:
         """Bytes of the storages held, spare capacity included."""
         return sum(buffer.untyped_storage().nbytes() for buffer in self._buffers)
 
-    @property
-    def batch_size(self) -> int:
-        """Rows."""
-        return self._buffers[0].shape[0]
-
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Append tokens, detached from any graph: shape (batch_size, num_kv_heads, n, head_dim)."""
         length = self.length + keys.shape[2]
@@ -52,9 +54,7 @@ class GrowingStates:
                 if length > buffer.shape[2] or locked:
                     spare = max(_MIN_CAPACITY, 2 * (buffer.shape[2] - self._first_length))
                     capacity = max(length, self._first_length + spare)
-                    grown = plain_empty((*buffer.shape[:2], capacity, buffer.shape[3]), buffer)
-                    grown[:, :, : self.length] = buffer[:, :, : self.length]
-                    self._buffers[index] = buffer = grown
+                    self._buffers[index] = buffer = _resized(buffer, capacity, self.length)
                 buffer[:, :, self.length : length] = new.detach()
         self.length = length
 
@@ -63,9 +63,9 @@ class GrowingStates:
         keys, values = self._buffers
         return keys[:, :, : self.length], values[:, :, : self.length]
 
-    def select_rows(self, index: torch.Tensor) -> None:
-        """Keep the rows ``index``, in that order."""
-        self._buffers = [buffer.index_select(0, index.to(buffer.device)) for buffer in self._buffers]
+    def select_rows(self, rows: list[int]) -> None:
+        """Keep ``rows``, in that order."""
+        self._buffers = [buffer[rows] for buffer in self._buffers]
 
     def to(self, device: torch.device | str) -> None:
         """Move the buffers."""
@@ -74,17 +74,14 @@ class GrowingStates:
     def truncate(self, length: int) -> None:
         """Keep the first ``length`` tokens; down to those of the start, spare memory is released."""
         if length == 0:
-            self.clear()
-        elif length <= self._first_length < self._buffers[0].shape[2]:
-            for index, buffer in enumerate(self._buffers):
-                shrunk = plain_empty((*buffer.shape[:2], self._first_length, buffer.shape[3]), buffer)
-                self._buffers[index] = shrunk.copy_(buffer[:, :, : self._first_length])
+            self._first_length = 0
+        if length <= self._first_length < self._buffers[0].shape[2]:
+            self._buffers = [_resized(buffer, self._first_length, self._first_length) for buffer in self._buffers]
         self.length = length
 
     def clear(self) -> None:
         """Forget everything and release the memory."""
-        self._buffers = [plain_empty((*b.shape[:2], 0, b.shape[3]), b) for b in self._buffers]
-        self.length = self._first_length = 0
+        self.truncate(0)
 
 
 class LogicalStates:
@@ -95,7 +92,7 @@ class LogicalStates:
     gives another ``LogicalStates``; assigning one back crops the layer. Everything else raises.
     """
 
-    def __init__(self, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
         self.shape = torch.Size(shape)
         self.dtype = dtype
         self.device = device
@@ -112,25 +109,33 @@ class LogicalStates:
         return self.shape if dim is None else self.shape[dim]
 
     def __getitem__(self, index: Any) -> LogicalStates:
-        items = index if isinstance(index, tuple) else (index,)
-        if Ellipsis in items:
-            position = items.index(Ellipsis)
-            items = items[:position] + (slice(None),) * (4 - len(items) + 1) + items[position + 1 :]
-        items += (slice(None),) * (4 - len(items))
-        whole = [item == slice(None) for item in items]
-        sequence = items[2]
-        if not (whole[0] and whole[1] and whole[3] and isinstance(sequence, slice) and not sequence.start):
-            self._refuse()
-        length = len(range(*sequence.indices(self.shape[2])))
-        if sequence.step not in (None, 1):
-            self._refuse()
-        return LogicalStates((*self.shape[:2], length, self.shape[3]), self.dtype, self.device)
+        whole = torch.empty(self.shape, dtype=self.dtype, device="meta")
+        part = whole[index]
+        others = part.ndim == 4 and (*part.shape[:2], part.shape[3]) == (*self.shape[:2], self.shape[3])
+        if not others or part.storage_offset() or part.stride() != whole.stride():
+            raise TypeError(
+                "the keys and values of a compressed layer can only be cropped, as in layer.keys[:, :, :length]; "
+                "their data is layer.packed_keys and layer.packed_values with layer.cu_seqlens"
+            )
+        return LogicalStates(part.shape, self.dtype, self.device)
 
-    def _refuse(self) -> NoReturn:
-        raise TypeError(
-            "the keys and values of a compressed layer can only be cropped, as in layer.keys[:, :, :length]; "
-            "their data is layer.packed_keys and layer.packed_values with layer.cu_seqlens"
-        )
+
+def _logical_states(index: int) -> Any:
+    """Keys (0) or values (1) of a layer as their logical shape; assigning a shorter one crops the layer."""
+
+    def read(layer: LogicalLayer) -> LogicalStates:
+        shape = (layer.batch_size, layer.num_kv_heads, layer.get_seq_length(), layer.head_dims[index])
+        return LogicalStates(shape, layer.dtype, layer.device)
+
+    def assign(layer: LogicalLayer, states: Any) -> None:
+        if not isinstance(states, LogicalStates):
+            raise TypeError(
+                f"a compressed layer's keys and values can only be cropped, got {type(states).__name__}; "
+                "assign a slice of them, as in layer.keys = layer.keys[:, :, :length]"
+            )
+        layer.crop(states.shape[2])
+
+    return property(read, assign)
 
 
 class LogicalLayer(CacheLayerMixin):
@@ -146,6 +151,8 @@ class LogicalLayer(CacheLayerMixin):
         Rows, KV heads and logical length of the compressed context, padding included.
     head_dims : tuple[int, int]
         Head size of keys and of values.
+    window : int, optional
+        Sliding window in tokens.
     """
 
     is_compileable = False
@@ -153,46 +160,24 @@ class LogicalLayer(CacheLayerMixin):
     num_kv_heads: int
     context_length: int
     head_dims: tuple[int, int]
+    window: int | None
     dtype: torch.dtype
     device: torch.device
+    # The tokens after the context, behind what is held of the context itself in the same buffers
+    _tail: GrowingStates
+    _held_context = 0
+
+    def __repr__(self) -> str:
+        names = ("batch_size", "num_kv_heads", "window", "context_length", "tail_length")
+        return f"{type(self).__name__}({', '.join(f'{name}={getattr(self, name)}' for name in names)})"
 
     @property
     def tail_length(self) -> int:
         """Tokens after the context."""
-        raise NotImplementedError
+        return self._tail.length - self._held_context
 
-    def _truncate_tail(self, length: int) -> None:
-        raise NotImplementedError
-
-    def _states(self, head_dim: int) -> LogicalStates:
-        shape = (self.batch_size, self.num_kv_heads, self.get_seq_length(), head_dim)
-        return LogicalStates(shape, self.dtype, self.device)
-
-    def _assign(self, states: Any) -> None:
-        if not isinstance(states, LogicalStates):
-            raise TypeError(
-                f"a compressed layer's keys and values can only be cropped, got {type(states).__name__}; "
-                "assign a slice of them, as in layer.keys = layer.keys[:, :, :length]"
-            )
-        self.crop(states.shape[2])
-
-    @property
-    def keys(self) -> LogicalStates:  # type: ignore[override]
-        """Logical view of the keys; assign a shorter one to crop."""
-        return self._states(self.head_dims[0])
-
-    @keys.setter
-    def keys(self, states: LogicalStates) -> None:
-        self._assign(states)
-
-    @property
-    def values(self) -> LogicalStates:  # type: ignore[override]
-        """Logical view of the values; assign a shorter one to crop."""
-        return self._states(self.head_dims[1])
-
-    @values.setter
-    def values(self, states: LogicalStates) -> None:
-        self._assign(states)
+    keys = _logical_states(0)  # type: ignore[assignment]
+    values = _logical_states(1)  # type: ignore[assignment]
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Nothing to do: the layer is built from a compressed context."""
@@ -221,18 +206,35 @@ class LogicalLayer(CacheLayerMixin):
                 f"can't crop to {max_length} tokens: the first {self.context_length} are a compressed context, "
                 "which can only be kept whole; compress a shorter context instead"
             )
-        self._truncate_tail(min(self.tail_length, max_length - self.context_length))
+        self._tail.truncate(self._held_context + min(self.tail_length, max_length - self.context_length))
 
-    def _check_rows(self, key_states: torch.Tensor) -> None:
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, cache_kwargs: dict[str, Any] | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """
+        Append the new tokens to the tail.
+
+        Returns
+        -------
+        tuple[torch.Tensor, torch.Tensor]
+            Keys and values that are held densely, the new ones last.
+
+        Raises
+        ------
+        ValueError
+            If the batch size is not the cache's.
+        """
         if key_states.shape[0] != self.batch_size:
             raise ValueError(
                 f"the compressed cache holds {self.batch_size} rows, the input has {key_states.shape[0]}; "
                 "use cache.batch_repeat_interleave to ask several questions of one context at once"
             )
+        self._tail.append(key_states, value_states)
+        return self._tail.view()
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row ``repeats`` times."""
-        self.batch_select_indices(torch.arange(self.batch_size).repeat_interleave(repeats))
+        self.batch_select_indices(torch.arange(self.batch_size, device="cpu").repeat_interleave(repeats))
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Reorder the rows for beam search."""
@@ -253,4 +255,20 @@ class LogicalLayer(CacheLayerMixin):
             self.batch_size = len(rows)
 
     def _select_rows(self, rows: list[int]) -> None:
-        raise NotImplementedError
+        self._tail.select_rows(rows)
+
+    def reset(self) -> None:
+        """Forget everything, context included."""
+        self._tail.clear()
+        self._held_context = self.context_length = 0
+
+    def _move(self, device: torch.device | str) -> None:
+        self._tail.to(device)
+
+    def offload(self) -> None:
+        """Move the data to the CPU."""
+        self._move("cpu")
+
+    def prefetch(self) -> None:
+        """Move the data back to the layer's device."""
+        self._move(self.device)

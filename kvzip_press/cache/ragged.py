@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from ..routing import RoutedTensor, install_routing
 from .logical import GrowingStates, LogicalLayer, plain_empty
 
 
+@dataclass(eq=False, repr=False)
 class RaggedLayer(LogicalLayer):
     """
     A cache layer whose context is packed per (row, KV head) and whose later tokens are a dense tail.
@@ -40,46 +42,30 @@ class RaggedLayer(LogicalLayer):
         Decode backend, see :data:`kvzip_press.kernels.api.BACKENDS`.
     """
 
-    def __init__(
-        self,
-        packed_keys: PackedKeys,
-        packed_values: PackedValues,
-        segments: Segments,
-        *,
-        batch_size: int,
-        context_length: int,
-        prefix_pairs: list[int],
-        context_pairs: list[int],
-        positions: torch.Tensor | None = None,
-        window: int | None = None,
-        backend: str = "auto",
-    ) -> None:
+    packed_keys: PackedKeys
+    packed_values: PackedValues
+    segments: Segments
+    _: KW_ONLY
+    batch_size: int
+    context_length: int
+    prefix_pairs: list[int]
+    context_pairs: list[int]
+    positions: torch.Tensor | None = None
+    window: int | None = None
+    backend: str = "auto"
+
+    def __post_init__(self) -> None:
         install_routing()
-        self.packed_keys = packed_keys
-        self.packed_values = packed_values
-        self.segments = segments
-        self.batch_size = batch_size
-        self.num_kv_heads = len(segments) // batch_size
-        self.context_length = context_length
-        self.prefix_pairs = prefix_pairs
-        self.context_pairs = context_pairs
-        self.positions = positions
-        self.window = window
-        self.backend = backend
-        self.is_sliding = window is not None
+        self.num_kv_heads = len(self.segments) // self.batch_size
+        self.is_sliding = self.window is not None
         self.is_initialized = True
-        self.dtype, self.device = packed_keys.dtype, packed_keys.device
-        self.head_dims = (packed_keys.shape[-1], packed_values.shape[-1])
-        like = torch.empty(0, dtype=self.dtype, device=self.device)
-        self._tail = GrowingStates(
-            *(plain_empty((batch_size, self.num_kv_heads, 0, dim), like) for dim in self.head_dims)
-        )
+        self.dtype, self.device = self.packed_keys.dtype, self.packed_keys.device
+        self.head_dims = (self.packed_keys.shape[-1], self.packed_values.shape[-1])
+        shape = (self.batch_size, self.num_kv_heads, 0)
+        self._tail = GrowingStates(*(plain_empty((*shape, dim), self.dtype, self.device) for dim in self.head_dims))
 
     def __repr__(self) -> str:
-        return (
-            f"RaggedLayer(batch_size={self.batch_size}, num_kv_heads={self.num_kv_heads}, "
-            f"context_length={self.context_length}, kept={len(self.packed_keys)}, tail_length={self.tail_length})"
-        )
+        return f"{super().__repr__()[:-1]}, kept={len(self.packed_keys)})"
 
     @property
     def cu_seqlens(self) -> torch.Tensor:
@@ -102,14 +88,6 @@ class RaggedLayer(LogicalLayer):
         held = [self.packed_keys, self.packed_values, self.cu_seqlens, self.positions]
         return self._tail.nbytes + sum(_nbytes(part) for part in held if part is not None)
 
-    @property
-    def tail_length(self) -> int:
-        """Tokens after the context."""
-        return self._tail.length
-
-    def _truncate_tail(self, length: int) -> None:
-        self._tail.truncate(length)
-
     def get_mask_sizes(self, cache_position: torch.Tensor) -> tuple[int, int]:
         """Length and offset of the mask: the tail and the new tokens, after the context."""
         return self.tail_length + cache_position.shape[0], self.context_length
@@ -117,60 +95,21 @@ class RaggedLayer(LogicalLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, cache_kwargs: dict[str, Any] | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """
-        Append the new tokens to the tail.
-
-        Returns
-        -------
-        tuple[torch.Tensor, torch.Tensor]
-            The tail's keys and values, routed to this layer.
-
-        Raises
-        ------
-        ValueError
-            If the batch size is not the cache's.
-        """
-        self._check_rows(key_states)
-        self._tail.append(key_states, value_states)
-        keys, values = self._tail.view()
+        """As of every compressed layer; the tail's keys and values are routed to this one."""
+        keys, values = super().update(key_states, value_states)
         return RoutedTensor.wrap(keys, self), RoutedTensor.wrap(values, self)
 
     def attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        softmax_scale: float,
-        softcap: float | None,
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, **scaling: Any
     ) -> torch.Tensor:
         """Attention over the kept context and the tail ``key``, ``value``, merged by log-sum-exp."""
-        mask = _tail_mask(attention_mask, query, key.shape[2], self.window)
-        if self.window is not None:
-            return self._windowed_attention(query, (key, value), mask, softmax_scale, softcap).to(query.dtype)
-        out, _ = decode_attention(
-            query,
-            self.packed_keys,
-            self.packed_values,
-            self.segments,
-            softmax_scale=softmax_scale,
-            softcap=softcap,
-            tail=(key, value),
-            tail_mask=mask,
-            backend=self.backend,
-        )
-        return out.to(query.dtype)
-
-    def _windowed_attention(
-        self,
-        query: torch.Tensor,
-        tail: tuple[torch.Tensor, torch.Tensor],
-        mask: torch.Tensor | None,
-        softmax_scale: float,
-        softcap: float | None,
-    ) -> torch.Tensor:
+        mask = _tail_mask(mask, query, key.shape[2], self.window)
+        options: dict[str, Any] = {"tail": (key, value), "backend": self.backend, **scaling}
+        if self.window is None:
+            packed = self.packed_keys, self.packed_values, self.segments
+            return decode_attention(query, *packed, tail_mask=mask, **options)[0].to(query.dtype)
         # Each query of a sliding layer sees a different suffix of every segment
-        assert self.positions is not None and self.window is not None
+        assert self.positions is not None
         keys, values = (
             packed if isinstance(packed, torch.Tensor) else packed.dequantize(self.segments).to(self.dtype)
             for packed in (self.packed_keys, self.packed_values)
@@ -182,19 +121,9 @@ class RaggedLayer(LogicalLayer):
             row_mask = mask[..., rows, :] if mask is not None and mask.shape[-2] > 1 else mask
             visible = self.positions > first_query + row - self.window
             counts = torch.cat([visible.new_zeros(1, dtype=torch.int64), visible.cumsum(0)]).cpu()
-            out, _ = decode_attention(
-                query[:, :, rows],
-                keys[visible],
-                values[visible],
-                counts[self.cu_seqlens],
-                softmax_scale=softmax_scale,
-                softcap=softcap,
-                tail=tail,
-                tail_mask=row_mask,
-                backend=self.backend,
-            )
-            parts.append(out)
-        return torch.cat(parts, dim=2)
+            seen = keys[visible], values[visible], counts[self.cu_seqlens]
+            parts.append(decode_attention(query[:, :, rows], *seen, tail_mask=row_mask, **options)[0])
+        return torch.cat(parts, dim=2).to(query.dtype)
 
     def _select_rows(self, rows: list[int]) -> None:
         heads = self.num_kv_heads
@@ -206,34 +135,25 @@ class RaggedLayer(LogicalLayer):
             elif packed is not None:
                 setattr(self, name, packed.select(self.segments, chosen))
         self.segments = self.segments.select(chosen)
-        self._tail.select_rows(torch.tensor(rows))
+        super()._select_rows(rows)
         self.prefix_pairs = [self.prefix_pairs[row] for row in rows]
         self.context_pairs = [self.context_pairs[row] for row in rows]
 
     def reset(self) -> None:
         """Forget everything, context included."""
-        like = torch.empty(0, dtype=self.dtype, device=self.packed_keys.device)
-        self.packed_keys, self.packed_values = (plain_empty((0, dim), like) for dim in self.head_dims)
-        self.positions = None if self.positions is None else plain_empty((0,), self.positions)
+        device = self.packed_keys.device
+        self.packed_keys, self.packed_values = (plain_empty((0, dim), self.dtype, device) for dim in self.head_dims)
+        self.positions = None if self.positions is None else plain_empty((0,), torch.int32, device)
         self.segments = Segments(torch.zeros_like(self.cu_seqlens))
         self.prefix_pairs, self.context_pairs = [0] * self.batch_size, [0] * self.batch_size
-        self.context_length = 0
-        self._tail.clear()
+        super().reset()
 
     def _move(self, device: torch.device | str) -> None:
-        self._tail.to(device)
+        super()._move(device)
         for name in ("packed_keys", "packed_values", "positions"):
             packed = getattr(self, name)
             if packed is not None:
                 setattr(self, name, packed.to(device, non_blocking=True))
-
-    def offload(self) -> None:
-        """Move the data to the CPU."""
-        self._move("cpu")
-
-    def prefetch(self) -> None:
-        """Move the data back to the layer's device."""
-        self._move(self.device)
 
 
 def _nbytes(packed: PackedKeys | PackedValues) -> int:
@@ -255,8 +175,14 @@ def _tail_mask(
         if mask.dtype == torch.bool:
             return mask
         visible = mask > torch.finfo(mask.dtype).min / 2
-        if bool((mask[visible] != 0).any()):
-            raise NotImplementedError("a compressed KV cache does not support an additive attention bias, only masks")
+        # The device is asked once for all layers that share the mask; the answer holds until its numbers change
+        state = (kv_len, None if attention_mask.is_inference() else attention_mask._version)
+        if getattr(attention_mask, "kvzip_press_unbiased", None) != state:
+            if bool(((mask != 0) & visible).any()):
+                raise NotImplementedError(
+                    "a compressed KV cache does not support an additive attention bias, only masks"
+                )
+            attention_mask.kvzip_press_unbiased = state  # type: ignore[attr-defined]
         return visible
     causal = None
     if q_len > 1 or window is not None:

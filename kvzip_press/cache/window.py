@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from .logical import GrowingStates, LogicalLayer
@@ -36,58 +34,13 @@ class WindowLayer(LogicalLayer):
         self.dtype, self.device = keys.dtype, keys.device
         self.is_initialized = True
         self._held_context = keys.shape[2]
-        self._states_held = GrowingStates(keys, values)
-
-    def __repr__(self) -> str:
-        return (
-            f"WindowLayer(batch_size={self.batch_size}, num_kv_heads={self.num_kv_heads}, window={self.window}, "
-            f"context_length={self.context_length}, tail_length={self.tail_length})"
-        )
+        self._tail = GrowingStates(keys, values)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the storages held."""
-        return self._states_held.nbytes
-
-    @property
-    def tail_length(self) -> int:
-        """Tokens after the context."""
-        return self._states_held.length - self._held_context
-
-    def _truncate_tail(self, length: int) -> None:
-        self._states_held.truncate(self._held_context + length)
+        return self._tail.nbytes
 
     def get_mask_sizes(self, cache_position: torch.Tensor) -> tuple[int, int]:
         """Length and offset of the mask: all that is held and the new tokens."""
-        return self._states_held.length + cache_position.shape[0], self.context_length - self._held_context
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, cache_kwargs: dict[str, Any] | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """
-        Append the new tokens.
-
-        Raises
-        ------
-        ValueError
-            If the batch size is not the cache's.
-        """
-        self._check_rows(key_states)
-        self._states_held.append(key_states, value_states)
-        return self._states_held.view()
-
-    def _select_rows(self, rows: list[int]) -> None:
-        self._states_held.select_rows(torch.tensor(rows))
-
-    def reset(self) -> None:
-        """Forget everything, context included."""
-        self._states_held.clear()
-        self._held_context = self.context_length = 0
-
-    def offload(self) -> None:
-        """Move the data to the CPU."""
-        self._states_held.to("cpu")
-
-    def prefetch(self) -> None:
-        """Move the data back to the layer's device."""
-        self._states_held.to(self.device)
+        return self._tail.length + cache_position.shape[0], self.context_length - self._held_context
