@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
+from ...terminal import format_table
 from ..presses.registry import FULL
 from ..report.parts import part_tables
 from ..report.summary import summarise, title_of
-from ..results.record import Record, format_table
+from ..results.record import Record
 from ..run.sweep import Effort
 
 COLUMNS = {

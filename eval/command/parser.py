@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from ... import __version__
+from ...arguments import CommandParser, positive, ratio
 
 PROG = "kvzip-eval"
 PROTOCOLS = ("agnostic", "aware", "reuse")
@@ -17,17 +18,11 @@ BUDGETS = ("equal", "plain")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 FORMATS = ("native", "kvpress")
 ENGINES = ("local", "ray")
+_RESUMABLE = ("run", "demo", "leaderboard")
 Command = Callable[[argparse.Namespace], None]
 
 
-class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line, as all errors of the command are."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{PROG}: error: {message} (see {self.prog} --help)\n")
-
-
-def build_parser(commands: Mapping[str, Command]) -> argparse.ArgumentParser:
+def build_parser(commands: Mapping[str, Command]) -> CommandParser:
     """
     Build the parser.
 
@@ -36,12 +31,14 @@ def build_parser(commands: Mapping[str, Command]) -> argparse.ArgumentParser:
     commands : Mapping
         Function of each command by its name; parsed arguments hold theirs as `command`.
     """
-    parser = _Parser(prog=PROG, description="Measure compressed KV caches on tasks: query-agnostic, resumable.")
+    parser = CommandParser(prog=PROG, description="Measure compressed KV caches on tasks: query-agnostic, resumable.")
     parser.add_argument("--version", action="version", version=f"{PROG} {__version__}")
     added = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, add in _ADDED.items():
         command = add(added)
         command.set_defaults(command=commands[name])
+        if name in _RESUMABLE:
+            command.set_defaults(interrupted="interrupted; the same command goes on where it was")
     return parser
 
 
@@ -62,9 +59,9 @@ def _run(added: Any) -> argparse.ArgumentParser:
         "--protocols", nargs="+", choices=PROTOCOLS, default=["agnostic"],
         help="what the press sees of the questions: nothing, each, or the first alone (agnostic)",
     )  # fmt: skip
-    run.add_argument("--length", nargs="+", type=_positive, metavar="N", help="context lengths in tokens (the task's)")
+    run.add_argument("--length", nargs="+", type=positive, metavar="N", help="context lengths in tokens (the task's)")
     run.add_argument("--corpus", metavar="PATH", help="text file or folder that serves as haystack (packaged essays)")
-    run.add_argument("--max-new-tokens", type=_positive, metavar="N", help="cut answers there (the task's own length)")
+    run.add_argument("--max-new-tokens", type=positive, metavar="N", help="cut answers there (the task's own length)")
     run.add_argument(
         "--format", choices=FORMATS, default="native",
         help="`kvpress`: write the folders of kvpress's evaluation too, into RESULTS/kvpress (native)",
@@ -97,7 +94,7 @@ def _leaderboard(added: Any) -> argparse.ArgumentParser:
     ratios = [0.75, 0.5, 0.25, 0.125]
     _grid_options(leaderboard, presses=["full", "kvzip"], ratios=ratios, prompt="kvpress", source="hub")
     leaderboard.add_argument(
-        "--length", nargs=1, type=_positive, default=[4096], metavar="N", help="context length (4096)"
+        "--length", nargs=1, type=positive, default=[4096], metavar="N", help="context length (4096)"
     )
     _output(leaderboard, Path("results/leaderboard"))
     _model_options(leaderboard, budget="plain")
@@ -114,13 +111,40 @@ def _export(added: Any) -> argparse.ArgumentParser:
         description="Write RULER's generated tasks as kvpress's evaluation reads them: FOLDER/LENGTH/test-*.parquet.",
     )
     export.add_argument("--tasks", nargs="+", default=["ruler"], metavar="TASK", help="tasks of RULER (all)")
-    export.add_argument("--length", type=_positive, default=4096, metavar="N", help="context length (4096)")
-    export.add_argument("--limit", type=_positive, metavar="N", help="contexts of each task (500)")
+    export.add_argument("--length", type=positive, default=4096, metavar="N", help="context length (4096)")
+    export.add_argument("--limit", type=positive, metavar="N", help="contexts of each task (500)")
     export.add_argument("--seed", type=int, default=42, help="(42)")
     export.add_argument("--corpus", metavar="PATH", help="text file or folder that serves as haystack")
     export.add_argument("--model", metavar="NAME_OR_PATH", help="whose tokenizer measures (the packaged SmolLM2's)")
     export.add_argument("-o", "--output", type=Path, required=True, metavar="FOLDER", help="where to")
     return export
+
+
+def _cost(added: Any) -> argparse.ArgumentParser:
+    cost: argparse.ArgumentParser = added.add_parser(
+        "cost",
+        help="measure time and memory of compressing and of decoding",
+        description=(
+            "Measure presses against the plain prefill and the full cache: seconds, milliseconds a token of all caches "
+            "decoded in turn, bytes, peak memory. A speed is told only where the logits are those of the reference."
+        ),
+    )
+    presses = ["kvzip", "kvzip-int8", "kvzip-int4"]
+    cost.add_argument(
+        "--presses", nargs="+", default=presses, metavar="PRESS", help=f"beside the full cache ({' '.join(presses)})"
+    )
+    cost.add_argument("--ratios", nargs="+", type=ratio, default=[0.3], metavar="R", help="kept fractions (0.3)")
+    lengths = [4000, 8000]
+    cost.add_argument("--lengths", nargs="+", type=positive, default=lengths, metavar="N", help="tokens (4000 8000)")
+    cost.add_argument("--repeats", type=positive, default=1, metavar="N", help="times are medians over them (1)")
+    cost.add_argument("--decode-tokens", type=positive, default=32, metavar="N", help="timed in each repetition (32)")
+    cost.add_argument("--corpus", metavar="PATH", help="text file or folder for the contexts (packaged essays)")
+    cost.add_argument(
+        "--random-model", action="store_true", help="a model of Llama-3.1-8B's shape with random weights instead"
+    )
+    cost.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the figures as JSON, with their origin")
+    _loading_options(cost)
+    return cost
 
 
 def _rescore(added: Any) -> argparse.ArgumentParser:
@@ -159,6 +183,7 @@ _ADDED: dict[str, Callable[[Any], argparse.ArgumentParser]] = {
     "report": _report,
     "rescore": _rescore,
     "export": _export,
+    "cost": _cost,
     "tasks": _tasks,
     "presses": _presses,
 }
@@ -171,13 +196,13 @@ def _grid_options(
         "--presses", nargs="+", default=presses, metavar="PRESS", help=f"see `kvzip-eval presses` ({' '.join(presses)})"
     )
     parser.add_argument(
-        "--ratios", nargs="+", type=_ratio, default=ratios, metavar="R",
+        "--ratios", nargs="+", type=ratio, default=ratios, metavar="R",
         help=f"kept fractions ({' '.join(f'{ratio:g}' for ratio in ratios)})",
     )  # fmt: skip
     parser.add_argument(
         "--prompt", choices=PROMPTS, default=prompt, help=f"wording, the paper's or kvpress's ({prompt})"
     )
-    parser.add_argument("--limit", type=_positive, metavar="N", help="contexts of each task (all)")
+    parser.add_argument("--limit", type=positive, metavar="N", help="contexts of each task (all)")
     parser.add_argument("--seed", type=int, default=42, help="of generated contexts (42)")
     parser.add_argument(
         "--source", default=source, metavar="SOURCE",
@@ -195,7 +220,7 @@ def _output(parser: argparse.ArgumentParser, default: Path | None = None) -> Non
     )  # fmt: skip
 
 
-def _model_options(parser: argparse.ArgumentParser, *, budget: str) -> None:
+def _loading_options(parser: argparse.ArgumentParser) -> Any:
     group = parser.add_argument_group("model")
     group.add_argument(
         "--model", metavar="NAME_OR_PATH", help="folder or hub name (the packaged SmolLM2-135M-Instruct)"
@@ -203,10 +228,16 @@ def _model_options(parser: argparse.ArgumentParser, *, budget: str) -> None:
     group.add_argument("--dtype", choices=DTYPES, default="auto", help="(float32 on a CPU, bfloat16 on a GPU)")
     group.add_argument("--device", default="auto", help="for instance cpu or cuda:0 (a GPU if there is one)")
     group.add_argument("--attention", default="sdpa", metavar="NAME", help="transformers' implementation (sdpa)")
-    group.add_argument("--threads", type=_positive, metavar="N", help="CPU threads")
-    group.add_argument("--window", type=_positive, metavar="N", help="tokens the model can take (by its configuration)")
+    group.add_argument("--threads", type=positive, metavar="N", help="CPU threads")
     group.add_argument("--head-scores", metavar="FILE", help="for kvzip-head, made by `kvzip-press heads score`")
     group.add_argument("--backend", default="auto", help="kernels of kvzip-press (auto)")
+    group.add_argument("--quiet", action="store_true", help="no progress bars")
+    return group
+
+
+def _model_options(parser: argparse.ArgumentParser, *, budget: str) -> None:
+    group = _loading_options(parser)
+    group.add_argument("--window", type=positive, metavar="N", help="tokens the model can take (by its configuration)")
     group.add_argument(
         "--budget", choices=BUDGETS, default=budget,
         help=f"baselines keep as many pairs as kvzip-press, or what they make of the fraction themselves ({budget})",
@@ -214,28 +245,7 @@ def _model_options(parser: argparse.ArgumentParser, *, budget: str) -> None:
     group.add_argument("--scorer", choices=SCORERS, default="paper", help="how answers are judged (paper)")
     group.add_argument("--engine", choices=ENGINES, default="local", help="where: in this process, or on Ray (local)")
     group.add_argument("--address", metavar="ADDRESS", help="of a Ray cluster, for instance auto (start a local one)")
-    group.add_argument("--workers", type=_positive, metavar="N", help="Ray workers (one a GPU, else one a node)")
-    group.add_argument("--quiet", action="store_true", help="no progress bars")
-
-
-def _ratio(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
-    if not 0 < value <= 1:
-        raise argparse.ArgumentTypeError(f"a kept fraction must be in (0, 1], got {text}")
-    return value
-
-
-def _positive(text: str) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
-    return value
+    group.add_argument("--workers", type=positive, metavar="N", help="Ray workers (one a GPU, else one a node)")
 
 
 def _shard(text: str) -> tuple[int, int]:

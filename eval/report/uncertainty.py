@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 
 import numpy as np
 
-from ..results.record import mean_and_error
-
-__all__ = ["mean_and_error", "paired_difference"]
-
 # Numbers drawn at once
 _BLOCK = 1 << 21
+
+
+def mean_and_error(values: Sequence[float]) -> tuple[float, float | None]:
+    """Mean, and its standard error if there are at least two values."""
+    error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else None
+    return statistics.fmean(values), error
 
 
 def paired_difference(

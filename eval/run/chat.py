@@ -8,13 +8,12 @@ import torch
 from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from ...prompts import PROMPTS, encode_prompts
+from ...prompts import PROMPTS, chat_affixes, encode_prompts
 from ..tasks.base import Question
 
 STYLES = ("paper", "kvpress")
 # arXiv 2505.23416, released code
 SYSTEM = "You are a helpful assistant."
-_SEPARATOR = "KVZIP-EVAL-SEPARATOR"
 
 
 @dataclass(frozen=True)
@@ -108,7 +107,7 @@ class Chat:
         """
         text = context if question is None else context + self.question_text(context, question.text)
         if self.style == "kvpress":
-            opened, suffix = self._as_kvpress(text)
+            opened, suffix = chat_affixes(self.tokenizer, text)
             ids = self.encode(opened)
             prefix = encode_prompts(PROMPTS["default"], self.tokenizer).find_prefix(ids[0].tolist())
             return OpenedContext(self, ids, prefix, text, suffix)
@@ -126,27 +125,12 @@ class Chat:
         touching = question and not question[0].isspace() and not context[-1:].isspace()
         return f"\n\n{question}" if touching else question
 
-    def _as_kvpress(self, text: str) -> tuple[str, str]:
-        if self.tokenizer.chat_template is None:
-            return (self.tokenizer.bos_token or "") + text, "\n"
-        separator = "#" * (len(text) + 10)
-        opened, suffix = self._render([{"role": "user", "content": text + separator}]).split(separator)
-        return opened, suffix
-
     def _paper_affixes(self) -> tuple[str, str]:
+        opening = f"{self.instruction}\n\n"
         if self.tokenizer.chat_template is None:
-            return f"{self.tokenizer.bos_token or ''}{self.instruction}\n\n", "\nA:"
-        content = f"{self.instruction}\n\n{_SEPARATOR}"
+            return chat_affixes(self.tokenizer, opening)[0], "\nA:"
         try:
-            rendered = self._render([{"role": "system", "content": SYSTEM}, {"role": "user", "content": content}])
+            return chat_affixes(self.tokenizer, opening, system=SYSTEM)
         except TemplateError:
             # Templates without a system role
-            rendered = self._render([{"role": "user", "content": f"{SYSTEM}\n\n{content}"}])
-        before, suffix = rendered.split(_SEPARATOR)
-        return before, suffix
-
-    def _render(self, messages: list[dict[str, str]]) -> str:
-        rendered: str = self.tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, tokenize=False, enable_thinking=False
-        )
-        return rendered
+            return chat_affixes(self.tokenizer, f"{SYSTEM}\n\n{opening}")

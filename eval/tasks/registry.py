@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from difflib import get_close_matches
 
-from . import fidelity, gsm8k, niah, privacy, squad
+from . import facts, fidelity, gsm8k, niah, privacy, squad
 from .base import Task
 from .ruler import tasks as ruler
 from .scbench import tasks as scbench
@@ -19,6 +19,7 @@ TASKS: dict[str, Task] = {
         squad.TASKS,
         gsm8k.TASKS,
         privacy.TASKS,
+        facts.TASKS,
         fidelity.TASKS,
     )
     for task in family

@@ -15,7 +15,7 @@ from kvzip_press.eval.presses.budget import (
     ratio_removing,
 )
 from kvzip_press.eval.presses.registry import PRESSES, check_press, make_press, press_parameters, variants
-from kvzip_press.eval.run.fidelity import prefill
+from harness import prefill
 from kvzip_press.eval.run.sweep import eager_attention
 
 LAYERS, HEADS, LENGTH = 3, 2, 120
