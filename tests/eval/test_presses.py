@@ -3,6 +3,7 @@ from contextlib import nullcontext
 import kvpress
 import pytest
 import torch
+from harness import prefill
 
 from kvzip_press import HeadScores
 from kvzip_press.eval.presses.budget import (
@@ -15,7 +16,6 @@ from kvzip_press.eval.presses.budget import (
     ratio_removing,
 )
 from kvzip_press.eval.presses.registry import PRESSES, check_press, make_press, press_parameters, variants
-from harness import prefill
 from kvzip_press.eval.run.sweep import eager_attention
 
 LAYERS, HEADS, LENGTH = 3, 2, 120

@@ -13,7 +13,6 @@ from eval_harness import EvaluationRun, ToyTask, save_tiny_model, words
 from kvzip_press import HeadScores, KVzipPress
 from kvzip_press.eval.results.folder import read_records
 from kvzip_press.eval.run import engine_local
-from kvzip_press.eval.run.fidelity import measure_press
 from kvzip_press.eval.run.identity import Identifier, RunIdentity, model_identity
 from kvzip_press.eval.run.runner import Grid, make_units
 from kvzip_press.eval.run.sweep import Effort
@@ -371,35 +370,6 @@ def test_whole_heads_are_measured_with_their_scores(toy, tmp_path):
     outcome = run(presses=("kvzip-head",), ratios=(0.5,), limit=1)
     assert outcome.records[0]["kept"] == 0.5
     assert run.engine.effort.replays == 0
-
-
-@pytest.mark.parametrize("press", ["kvzip", "knorm", "adakv-snapkv"])
-def test_fidelity_is_what_the_measurement_of_its_own_gives(toy, tmp_path, press):
-    from kvzip_press.eval.run import fidelity
-
-    model, tokenizer = toy
-    task = ToyTask("fidelity", metric="fidelity")
-    run = EvaluationRun(toy, tmp_path)
-    outcome = run(task, presses=(press, "full"), ratios=(0.4,), prompt="kvpress", limit=1)
-    sample = task.load(Request())[0]
-    pipe = kvpress.KVPressTextGenerationPipeline(model=model, tokenizer=tokenizer)
-    asked = [f"\n\n{question.text}" for question in sample.questions]
-    prompt = pipe.preprocess(sample.context, asked, answer_prefix="It is", max_context_length=int(1e10))
-    references = fidelity._reference(model, prompt["context_ids"], prompt["questions_ids"], 4)
-    expected = measure_press(pipe, prompt["context_ids"], prompt["questions_ids"], references, press, 0.4)
-    record = by_cell(outcome.records)["fidelity", "0", press, 0.4, "agnostic"]
-    details = [question["details"] for question in record["questions"]]
-    tokens = sum(part["answer_tokens"] for part in details)
-    assert tokens == expected["tokens"]
-    assert sum(part["kl"] * part["answer_tokens"] for part in details) == pytest.approx(expected["kl"], rel=1e-4)
-    added = sum(part["added_loss"] * part["answer_tokens"] for part in details)
-    assert added == pytest.approx(expected["loss"] - expected["full_loss"], rel=1e-3, abs=1e-5)
-    agreeing = sum(part["agreement"] * part["answer_tokens"] for part in details)
-    assert agreeing == pytest.approx(expected["agree"])
-    full = by_cell(outcome.records)["fidelity", "0", "full", 1.0, "agnostic"]
-    assert full["score"] == 1
-    assert all(abs(question["details"]["kl"]) < 1e-6 for question in full["questions"])
-    assert answers(full) == answers(record)
 
 
 def test_fidelity_to_the_full_cache_needs_it_even_if_only_others_are_missing(toy, tmp_path):

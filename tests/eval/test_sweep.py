@@ -8,9 +8,8 @@ from harness import all_equal, packed_states
 from tiny_models import build_model, build_tokenizer
 from transformers import DynamicCache
 
-from kvzip_press import HeadScores, ReplayPrompts
+from kvzip_press import HeadScores, ReplayPrompts, cache_nbytes
 from kvzip_press.compressor import Compressor
-from kvzip_press import cache_nbytes
 from kvzip_press.eval.presses.budget import kept_target
 from kvzip_press.eval.presses.registry import PRESSES, make_press
 from kvzip_press.eval.run.answer import greedy_answer
