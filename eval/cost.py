@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from statistics import median
 from typing import Any
 
@@ -67,31 +66,16 @@ COLUMNS = {
 
 @dataclass
 class Trial:
-    """
-    A cache, what it took to make it, and the times of the tokens decoded from it.
-
-    Parameters
-    ----------
-    cache : Cache
-        Of a context of ``num_tokens`` tokens.
-    masks : list
-        The pairs that kvpress's masking presses hide, see `masked_indices`.
-    kept : int
-        Pairs that attention can see.
-    seconds, nbytes
-        Of prefill and compression; of the storages held.
-    prefill_peak, replay_peak : int, optional
-        Bytes above those in use before, where the system tells.
-    logits_off : float, optional
-        Distance of the next token's logits from the reference's, by their length, where kernels of ours decode.
-    """
+    """A cache of a context of ``num_tokens`` tokens, what it took to make it, and to decode from it."""
 
     cache: Cache
     num_tokens: int
-    masks: list[Any]
-    kept: int = 0
+    # What kvpress's masking presses hide, see `masked_indices`
+    masks: list[Any] | None = None
+    kept: float | None = None
     seconds: float | None = None
     nbytes: int = 0
+    # Bytes above those in use before, where the system tells
     prefill_peak: int | None = None
     replay_peak: int | None = None
     logits_off: float | None = None
@@ -100,33 +84,36 @@ class Trial:
 
 def measure(arguments: argparse.Namespace) -> None:
     """Measure what the arguments of `kvzip-eval cost` ask for, print the table, and write it if wanted."""
-    options = {name: getattr(arguments, name, None) for name in ModelOptions.__dataclass_fields__}
-    engine = ModelOptions(**{name: value for name, value in options.items() if value is not None}).load()
+    given = {name: getattr(arguments, name, None) for name in ModelOptions.__dataclass_fields__}
+    engine = ModelOptions(**{name: value for name, value in given.items() if value is not None}).load()
     model, tokenizer = engine.model, engine.tokenizer
+    engine.check(arguments.presses)
     if arguments.random_model:
         model = random_model(model.device, model.dtype)
-    engine.check(arguments.presses)
     room, window = arguments.decode_tokens + 1, longest_context(model)
     if window is not None and max(arguments.lengths) + room > window:
         raise ValueError(
             f"lengths must be at most {window - room}: the model takes {window} tokens, {room} are decoded"
         )
+    config, protected = language_model(model).config, protected_length(tokenizer)
+
+    def make(name: str, ratio: float, num_tokens: int) -> kvpress.BasePress | None:
+        press = make_press(name, ratio, tokenizer, head_scores=engine.head_scores, backend=arguments.backend)
+        fit_budget(press, ratio, num_tokens, protected, config.num_hidden_layers, config.num_key_value_heads)
+        return press
 
     wanted = variants([FULL, *arguments.presses], arguments.ratios)
     contexts = [context_of(arguments.corpus, tokenizer, length) for length in (WARM_UP_TOKENS, *arguments.lengths)]
-    make = partial(make_press, tokenizer=tokenizer, head_scores=engine.head_scores, backend=arguments.backend)
-    protected = protected_length(tokenizer)
     rows = []
     total = (1 + len(arguments.lengths) * arguments.repeats) * len(wanted)
     with tqdm(total=total, desc="cost", unit="press", disable=arguments.quiet) as bar:
         # What is compiled, allocated or chosen at the first forward pass is no part of any press's cost
-        measure_length(model, contexts[0], wanted, make, protected, 1, 1, bar.update)
+        measure_length(model, contexts[0], wanted, make, 1, 1, bar.update)
         for ids in contexts[1:]:
-            counts = arguments.repeats, arguments.decode_tokens
-            rows += measure_length(model, ids, wanted, make, protected, *counts, bar.update)
+            rows += measure_length(model, ids, wanted, make, arguments.repeats, arguments.decode_tokens, bar.update)
     print(format_table(rows, COLUMNS))
     for row in rows:
-        if row["seconds"] is None and row["press"] != EMPTY[0]:
+        if row["logits off"] is not None and row["ms/token"] is None:
             print(f"no times of {row['press']} at {row['tokens']}: its logits are not the reference's", file=sys.stderr)
     if arguments.output is not None:
         arguments.output.parent.mkdir(parents=True, exist_ok=True)
@@ -158,8 +145,7 @@ def measure_length(
     model: PreTrainedModel,
     context_ids: torch.Tensor,
     wanted: Sequence[Variant],
-    make: Callable[[str, float], kvpress.BasePress | None],
-    protected: int,
+    make: Callable[[str, float, int], kvpress.BasePress | None],
     repeats: int,
     steps: int,
     progress: Callable[[], Any] = lambda: None,
@@ -176,9 +162,7 @@ def measure_length(
     wanted : sequence of tuple
         Presses and ratios; the full cache must be among them, since it is what the others are divided by.
     make : callable
-        The press of a name and a ratio.
-    protected : int
-        First tokens that are kept outside the budget.
+        The press of a name and a ratio, for a number of tokens.
     repeats : int
         Times that everything is done; times and peaks are medians.
     steps : int
@@ -191,32 +175,25 @@ def measure_length(
     list of dict
         One row a press and ratio, and one for decoding without a context.
     """
-    num_tokens, config = context_ids.shape[1], language_model(model).config
-    shape = config.num_hidden_layers, config.num_key_value_heads
+    num_tokens = context_ids.shape[1]
     trials: dict[Variant, list[Trial]] = {variant: [] for variant in (*wanted, EMPTY)}
     for _ in range(repeats):
         for name, ratio in wanted:
-            press = make(name, ratio)
-            fit_budget(press, ratio, num_tokens, protected, *shape)
             with eager_attention(model) if PRESSES[name].eager else nullcontext():
-                trials[name, ratio].append(compress(model, context_ids, press))
+                trials[name, ratio].append(compress(model, context_ids, make(name, ratio, num_tokens)))
             progress()
-        trials[EMPTY].append(Trial(DynamicCache(), 0, [None] * shape[0]))
+        trials[EMPTY].append(Trial(DynamicCache(), 0))
         decode_interleaved(model, [of_variant[-1] for of_variant in trials.values()], steps)
         for of_variant in trials.values():
             of_variant[-1].cache = DynamicCache()
-    full = _figures(trials[FULL, 1.0], TOLERANCES[model.dtype])
-    rows = []
-    for (name, ratio), of_variant in trials.items():
-        found = _figures(of_variant, TOLERANCES[model.dtype])
-        compared = {
-            "x prefill": _divide(found["seconds"], full["seconds"]),
-            "x decoding": _divide(found["ms/token"], full["ms/token"]),
-            "x cache": found["cache MiB"] / full["cache MiB"],
-        }
-        kept = of_variant[-1].kept / (num_tokens * shape[0] * shape[1])
-        rows.append({"tokens": num_tokens, "press": name, "ratio": ratio, "kept": kept, **found, **compared})
-    return rows
+    figures = {variant: _figures(of_variant, TOLERANCES[model.dtype]) for variant, of_variant in trials.items()}
+    full = figures[FULL, 1.0]
+    compared = {"seconds": "x prefill", "ms/token": "x decoding", "cache MiB": "x cache"}
+    return [
+        {"tokens": num_tokens, "press": name, "ratio": ratio, **found}
+        | {share: _divide(found[part], full[part]) for part, share in compared.items()}
+        for (name, ratio), found in figures.items()
+    ]
 
 
 @torch.no_grad()
@@ -241,9 +218,10 @@ def compress(model: PreTrainedModel, context_ids: torch.Tensor, press: kvpress.B
         hook.remove()
     if press is not None:
         peaks.append(memory.lap())
-    masks, kept = masked_indices(model), kept_pairs(model, cache)
-    nbytes = cache_nbytes(cache, masks)
-    return Trial(cache, ids.shape[1], masks, kept, seconds, nbytes, *peaks, logits_off=logits_off(model, cache))
+    config, masks = decoder.config, masked_indices(model)
+    pairs = ids.shape[1] * config.num_hidden_layers * config.num_key_value_heads
+    made = kept_pairs(model, cache) / pairs, seconds, cache_nbytes(cache, masks), *peaks
+    return Trial(cache, ids.shape[1], masks, *made, logits_off=logits_off(model, cache))
 
 
 @torch.no_grad()
@@ -272,24 +250,18 @@ def decode_interleaved(model: PreTrainedModel, trials: Sequence[Trial], steps: i
     """
     Time decoding steps of all caches in turn, so that noise of the machine hits all of them alike.
 
-    Parameters
-    ----------
-    model : PreTrainedModel
-        The model.
-    trials : sequence of Trial
-        Their `step_seconds` are appended to; the first step of each is not timed, since it may allocate.
-    steps : int
-        Timed steps.
+    The first step of each is not timed, since it may allocate; the others are appended to its ``step_seconds``.
     """
     token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+    unmasked = [None] * language_model(model).config.num_hidden_layers
     for step in range(steps + 1):
         for trial in trials:
-            set_masked_indices(model, trial.masks)
+            set_masked_indices(model, trial.masks or unmasked)
             start = device_time(model.device)
             read(model, trial.cache, token, trial.num_tokens + step)
             if step:
                 trial.step_seconds.append(device_time(model.device) - start)
-    set_masked_indices(model, [None] * len(trials[0].masks))
+    set_masked_indices(model, unmasked)
 
 
 def _figures(trials: Sequence[Trial], tolerance: float) -> Record:
@@ -302,6 +274,7 @@ def _figures(trials: Sequence[Trial], tolerance: float) -> Record:
         return scale * median(known) if known else None
 
     return {
+        "kept": trials[-1].kept,
         "seconds": None if wrong else middle(trial.seconds for trial in trials),
         "ms/token": None if wrong else middle((second for trial in trials for second in trial.step_seconds), 1000),
         "cache MiB": trials[-1].nbytes / MIB,
