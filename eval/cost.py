@@ -216,12 +216,18 @@ def compress(model: PreTrainedModel, context_ids: torch.Tensor, press: kvpress.B
         seconds = device_time(model.device) - start
     finally:
         hook.remove()
-    if press is not None:
-        peaks.append(memory.lap())
     config, masks = decoder.config, masked_indices(model)
-    pairs = ids.shape[1] * config.num_hidden_layers * config.num_key_value_heads
-    made = kept_pairs(model, cache) / pairs, seconds, cache_nbytes(cache, masks), *peaks
-    return Trial(cache, ids.shape[1], masks, *made, logits_off=logits_off(model, cache))
+    return Trial(
+        cache,
+        ids.shape[1],
+        masks,
+        kept=kept_pairs(model, cache) / (ids.shape[1] * config.num_hidden_layers * config.num_key_value_heads),
+        seconds=seconds,
+        nbytes=cache_nbytes(cache, masks),
+        prefill_peak=peaks[0],
+        replay_peak=None if press is None else memory.lap(),
+        logits_off=logits_off(model, cache),
+    )
 
 
 @torch.no_grad()
@@ -253,7 +259,7 @@ def decode_interleaved(model: PreTrainedModel, trials: Sequence[Trial], steps: i
     The first step of each is not timed, since it may allocate; the others are appended to its ``step_seconds``.
     """
     token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
-    unmasked = [None] * language_model(model).config.num_hidden_layers
+    unmasked: list[Any] = [None] * language_model(model).config.num_hidden_layers
     for step in range(steps + 1):
         for trial in trials:
             set_masked_indices(model, trial.masks or unmasked)

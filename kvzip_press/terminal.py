@@ -2,7 +2,7 @@
 
 import math
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 GAP = "  "
@@ -81,7 +81,7 @@ def format_report(report: Mapping[str, Any], width: int) -> str:
 
 
 def _measures(full: Mapping[str, Any], compressed: Mapping[str, Any]) -> str:
-    measures = {
+    measures: dict[str, tuple[str, Callable[[Any], str]]] = {
         "cache": ("bytes", human_bytes),
         "kept": ("kept_fraction", "{:.1%}".format),
         "prefill": ("prefill_seconds", human_seconds),
