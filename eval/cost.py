@@ -151,7 +151,7 @@ def measure_length(
     progress: Callable[[], Any] = lambda: None,
 ) -> list[Record]:
     """
-    Measure presses on one context.
+    Measure presses on one context: a row for each with its ratio, and one for decoding without a context.
 
     Parameters
     ----------
@@ -163,17 +163,10 @@ def measure_length(
         Presses and ratios; the full cache must be among them, since it is what the others are divided by.
     make : callable
         The press of a name and a ratio, for a number of tokens.
-    repeats : int
-        Times that everything is done; times and peaks are medians.
-    steps : int
-        Decoded tokens a repeat.
+    repeats, steps : int
+        Times that everything is done, of which times and peaks are medians, and tokens decoded each time.
     progress : callable
         Called after each compression.
-
-    Returns
-    -------
-    list of dict
-        One row a press and ratio, and one for decoding without a context.
     """
     num_tokens = context_ids.shape[1]
     trials: dict[Variant, list[Trial]] = {variant: [] for variant in (*wanted, EMPTY)}

@@ -65,10 +65,8 @@ def answer_logprobs(
 
     Parameters
     ----------
-    model : PreTrainedModel
-        The model.
-    cache : Cache
-        Full or compressed cache of the context.
+    model, cache
+        The model, and a full or compressed cache of the context.
     question_ids, answer_ids : torch.Tensor
         Shape (1, question_length) and (1, answer_length).
     context_length : int

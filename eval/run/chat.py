@@ -21,12 +21,8 @@ class OpenedContext:
     """
     A context as the model reads it, to be followed by questions.
 
-    Parameters
-    ----------
-    ids : torch.Tensor
-        Shape (1, num_tokens): what stands before the context, the context, and a question compressed with it, if any.
-    prefix_length : int
-        First tokens, which belong to the chat template and the instruction.
+    ``ids``, shape (1, num_tokens), hold what stands before the context, the context, and a question compressed with it,
+    if any. The first ``prefix_length`` belong to the chat template and the instruction.
     """
 
     chat: Chat
@@ -42,19 +38,9 @@ class OpenedContext:
 
     def question_ids(self, question: Question, *, already_read: bool = False) -> torch.Tensor:
         """
-        Token ids of a question and of what leads over to its answer.
+        Token ids of a question and of what leads over to its answer, shape (1, num_question_tokens).
 
-        Parameters
-        ----------
-        question : Question
-            The question.
-        already_read : bool
-            The question ended the context: only what leads over to the answer is left.
-
-        Returns
-        -------
-        torch.Tensor
-            Shape (1, num_question_tokens).
+        Where the question is already read, as the end of the context, only what leads over is left.
         """
         asked = "" if already_read else self.chat.question_text(self.text, question.text)
         return self.chat.encode(asked + self.suffix + question.answer_prefix)
@@ -95,16 +81,7 @@ class Chat:
         return torch.tensor([ids], dtype=torch.long)
 
     def open(self, context: str, question: Question | None = None) -> OpenedContext:
-        """
-        Open a context.
-
-        Parameters
-        ----------
-        context : str
-            The context.
-        question : Question, optional
-            Read as the end of the context, so that a press sees it.
-        """
+        """Open a context, with a question as its end if a press is to see it."""
         text = context if question is None else context + self.question_text(context, question.text)
         if self.style == "kvpress":
             opened, suffix = chat_affixes(self.tokenizer, text)

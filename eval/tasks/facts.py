@@ -73,18 +73,14 @@ def make_context(
     seed: int, texts: list[list[str]], count_tokens: Callable[[str], int], length: int
 ) -> tuple[str, tuple[Question, ...]]:
     """
-    Hide facts at spread depths, at sentence borders, in a passage of natural text.
+    Hide facts at spread depths, at sentence borders, in a passage of natural text; seed and texts decide everything.
 
     Parameters
     ----------
-    seed : int
-        Decides everything: the same seed and texts give the same context.
-    texts : list of list of str
-        What `load_texts` returns.
-    count_tokens : callable
-        Length of a text in tokens.
+    seed, texts, count_tokens
+        See `draw_passage`.
     length : int
-        Greatest length of the context; the least is 7/16 of it.
+        Greatest length of the context in tokens; the least is 7/16 of it.
 
     Returns
     -------
