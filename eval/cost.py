@@ -181,12 +181,12 @@ def measure_length(
             of_variant[-1].cache = DynamicCache()
     figures = {variant: _figures(of_variant, TOLERANCES[model.dtype]) for variant, of_variant in trials.items()}
     full = figures[FULL, 1.0]
-    compared = {"seconds": "x prefill", "ms/token": "x decoding", "cache MiB": "x cache"}
-    return [
-        {"tokens": num_tokens, "press": name, "ratio": ratio, **found}
-        | {share: _divide(found[part], full[part]) for part, share in compared.items()}
-        for (name, ratio), found in figures.items()
-    ]
+    rows = []
+    for (name, ratio), found in figures.items():
+        rows.append({"tokens": num_tokens, "press": name, "ratio": ratio, **found})
+        for part, share in {"seconds": "x prefill", "ms/token": "x decoding", "cache MiB": "x cache"}.items():
+            rows[-1][share] = found[part] / full[part] if None not in (found[part], full[part]) else None
+    return rows
 
 
 @torch.no_grad()
@@ -281,7 +281,3 @@ def _figures(trials: Sequence[Trial], tolerance: float) -> Record:
         "replay peak MiB": middle((trial.replay_peak for trial in trials), 1 / MIB),
         "logits off": off,
     }
-
-
-def _divide(value: float | None, base: float | None) -> float | None:
-    return value / base if value is not None and base else None

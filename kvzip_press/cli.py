@@ -6,7 +6,7 @@ import json
 import shutil
 import statistics
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -194,7 +194,9 @@ def _compare(arguments: argparse.Namespace, text: str) -> dict[str, Any]:
         bar.update()
 
     for name, measure in measures.items():
-        measure["decode_seconds_per_token"] = _median_seconds(pair[name] for pair in answers)
+        # The median: the first answer may pay for a cold cache.
+        times = [pair[name]["seconds_per_token"] for pair in answers if pair[name]["seconds_per_token"] is not None]
+        measure["decode_seconds_per_token"] = statistics.median(times) if times else None
     return {
         "version": __version__,
         "model": arguments.model or PACKAGED,
@@ -230,18 +232,8 @@ def _answer(context: "CompressedContext", question: str, max_new_tokens: int) ->
 
 
 def _measures(context: "CompressedContext") -> dict[str, Any]:
-    return {
-        "bytes": context.nbytes,
-        "kept_fraction": context.kept_fraction,
-        "prefill_seconds": context.prefill_seconds,
-        "compress_seconds": context.compress_seconds,
-    }
-
-
-def _median_seconds(answers: Iterable[dict[str, Any]]) -> float | None:
-    # The median: the first answer may pay for a cold cache.
-    times = [answer["seconds_per_token"] for answer in answers if answer["seconds_per_token"] is not None]
-    return statistics.median(times) if times else None
+    names = ("kept_fraction", "prefill_seconds", "compress_seconds")
+    return {"bytes": context.nbytes, **{name: getattr(context, name) for name in names}}
 
 
 def _score(arguments: argparse.Namespace) -> None:
