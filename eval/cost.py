@@ -1,34 +1,52 @@
 """Time and memory of compressing and of decoding, against the plain prefill and the full cache, in one process."""
 
+from __future__ import annotations
+
 import argparse
-import time
-from collections.abc import Callable
+import json
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from itertools import cycle
 from statistics import median
 from typing import Any
 
+import kvpress
 import torch
 from tqdm import tqdm
-from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, Cache, DynamicCache, LlamaConfig, PreTrainedModel
 
+from ..cache.measure import cache_nbytes
+from ..cache.ragged import RaggedLayer
+from ..context import longest_context
+from ..decoding import device_time, forgetting, read
 from ..kernels.memory import PeakMemory
-from .arguments import make_parser, prepare
-from .memory import cache_nbytes
-from .presses.budget import (
-    fit_budget,
-    kept_pairs,
-    masked_indices,
-    prefix_length,
-    protected_length,
-    set_masked_indices,
-)
-from .presses.registry import make_press, variants
-from .results.record import Record, format_table, provenance, write_report
-from .tasks.essays import load_texts
+from ..models import language_model
+from ..prompts import chat_affixes
+from ..terminal import format_table
+from .presses.budget import fit_budget, kept_pairs, masked_indices, protected_length, set_masked_indices
+from .presses.registry import FULL, PRESSES, Variant, make_press, variants
+from .results.record import Record, provenance
+from .run.model import ModelOptions
+from .run.sweep import eager_attention
+from .tasks.essays import read_corpus
 
 MIB = 2**20
+# A cache without a context, which bounds what a smaller one can gain
+EMPTY: Variant = ("empty", 0.0)
+WARM_UP_TOKENS = 256
+# Largest distance of logits from those of the reference, by the length of the latter: what is usual in the type
+TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 5e-3}
+LLAMA_8B: dict[str, Any] = {
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 131072,
+}
 COLUMNS = {
     "tokens": "d",
     "press": "",
@@ -42,218 +60,224 @@ COLUMNS = {
     "x cache": ".3f",
     "prefill peak MiB": ".0f",
     "replay peak MiB": ".0f",
+    "logits off": ".1e",
 }
 
 
 @dataclass
 class Trial:
-    """A compressed cache and what it took to make it and to decode from it."""
+    """A cache of a context of ``num_tokens`` tokens, what it took to make it, and to decode from it."""
 
     cache: Cache
-    masks: list[Any]
-    kept: int
-    seconds: float
-    nbytes: int
-    prefill_peak: int | None
-    replay_peak: int | None
+    num_tokens: int
+    # What kvpress's masking presses hide, see `masked_indices`
+    masks: list[Any] | None = None
+    kept: float | None = None
+    seconds: float | None = None
+    nbytes: int = 0
+    # Bytes above those in use before, where the system tells
+    prefill_peak: int | None = None
+    replay_peak: int | None = None
+    logits_off: float | None = None
     step_seconds: list[float] = field(default_factory=list)
 
 
-def context_of(texts: list[list[str]], tokenizer: PreTrainedTokenizerBase, length: int) -> torch.Tensor:
-    """Tokens of the chat template's beginning and of natural text, repeated if there is too little of it.
+def measure(arguments: argparse.Namespace) -> None:
+    """Measure what the arguments of `kvzip-eval cost` ask for, print the table, and write it if wanted."""
+    given = {name: getattr(arguments, name, None) for name in ModelOptions.__dataclass_fields__}
+    engine = ModelOptions(**{name: value for name, value in given.items() if value is not None}).load()
+    model, tokenizer = engine.model, engine.tokenizer
+    engine.check(arguments.presses)
+    if arguments.random_model:
+        model = random_model(model.device, model.dtype)
+    room, window = arguments.decode_tokens + 1, longest_context(model)
+    if window is not None and max(arguments.lengths) + room > window:
+        raise ValueError(
+            f"lengths must be at most {window - room}: the model takes {window} tokens, {room} are decoded"
+        )
+    config, protected = language_model(model).config, protected_length(tokenizer)
 
-    Returns
-    -------
-    torch.Tensor
-        Shape (1, length).
+    def make(name: str, ratio: float, num_tokens: int) -> kvpress.BasePress | None:
+        press = make_press(name, ratio, tokenizer, **engine.press_options)
+        fit_budget(press, ratio, num_tokens, protected, config.num_hidden_layers, config.num_key_value_heads)
+        return press
+
+    wanted = variants([FULL, *arguments.presses], arguments.ratios)
+    contexts = [context_of(arguments.corpus, tokenizer, length) for length in (WARM_UP_TOKENS, *arguments.lengths)]
+    rows = []
+    total = (1 + len(arguments.lengths) * arguments.repeats) * len(wanted)
+    with tqdm(total=total, desc="cost", unit="press", disable=arguments.quiet) as bar:
+        # What is compiled, allocated or chosen at the first forward pass is no part of any press's cost
+        measure_length(model, contexts[0], wanted, make, 1, 1, bar.update)
+        for ids in contexts[1:]:
+            rows += measure_length(model, ids, wanted, make, arguments.repeats, arguments.decode_tokens, bar.update)
+    print(format_table(rows, COLUMNS))
+    for row in rows:
+        if row["logits off"] is not None and row["ms/token"] is None:
+            print(f"no times of {row['press']} at {row['tokens']}: its logits are not the reference's", file=sys.stderr)
+    if arguments.output is not None:
+        arguments.output.parent.mkdir(parents=True, exist_ok=True)
+        report = {"provenance": provenance(model, arguments), "table": rows}
+        arguments.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+def random_model(device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
+    """A model of Llama-3.1-8B's shape with random weights, for the times of one without having it."""
+    torch.manual_seed(0)
+    config = LlamaConfig(**LLAMA_8B, name_or_path="random weights in Llama-3.1-8B's shape")
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").eval()
+
+
+def context_of(corpus: str | None, tokenizer: Any, length: int) -> torch.Tensor:
+    """Tokens of the chat template's beginning and of a corpus, repeated if it is short, shape (1, length)."""
+
+    def encode(text: str) -> list[int]:
+        return tokenizer.encode(text, add_special_tokens=False, verbose=False)
+
+    prefix, text = encode(chat_affixes(tokenizer)[0]), encode(read_corpus(corpus) + "\n\n")
+    if length <= len(prefix):
+        raise ValueError(f"lengths must be above the {len(prefix)} tokens of the chat template, got {length}")
+    return torch.tensor([(prefix + text * (length // len(text) + 1))[:length]])
+
+
+def measure_length(
+    model: PreTrainedModel,
+    context_ids: torch.Tensor,
+    wanted: Sequence[Variant],
+    make: Callable[[str, float, int], kvpress.BasePress | None],
+    repeats: int,
+    steps: int,
+    progress: Callable[[], Any] = lambda: None,
+) -> list[Record]:
     """
-    n_prefix = prefix_length(tokenizer)
-    if length <= n_prefix:
-        raise ValueError(f"the length must be above the {n_prefix} tokens of the chat template, got {length}")
-    prefix_text = ""
-    if tokenizer.chat_template is not None:
-        mark = "#" * 16
-        prompt = tokenizer.apply_chat_template([{"role": "user", "content": mark}], tokenize=False)
-        prefix_text = prompt.split(mark)[0]
-    ids = tokenizer.encode(prefix_text, add_special_tokens=False) if prefix_text else []
-    for sentences in cycle(texts):
-        ids += tokenizer.encode(" ".join(sentences) + "\n\n", add_special_tokens=False)
-        if len(ids) >= length:
-            break
-    return torch.tensor([ids[:length]])
-
-
-@torch.no_grad()
-def compress(model: PreTrainedModel, context_ids: torch.Tensor, press: Any) -> Trial:
-    """Prefill and compress a context, timed; the last layer's first output marks the end of the prefill."""
-    cache = DynamicCache()
-    memory = PeakMemory(model.device)
-    prefill_peaks: list[int | None] = []
-
-    def end_of_prefill(module: torch.nn.Module, inputs: tuple, output: Any) -> None:
-        if not prefill_peaks:
-            prefill_peaks.append(memory.lap())
-
-    hook = model.model.layers[-1].register_forward_hook(end_of_prefill)
-    try:
-        start = _now(model)
-        with nullcontext() if press is None else press(model):
-            model.model(input_ids=context_ids, past_key_values=cache)
-        seconds = _now(model) - start
-    finally:
-        hook.remove()
-    masks = masked_indices(model)
-    return Trial(
-        cache=cache,
-        masks=masks,
-        kept=kept_pairs(model, cache),
-        seconds=seconds,
-        nbytes=cache_nbytes(cache, masks),
-        prefill_peak=prefill_peaks[0],
-        replay_peak=None if press is None else memory.lap(),
-    )
-
-
-@torch.no_grad()
-def decode_interleaved(model: PreTrainedModel, trials: list[Trial], context_length: int, steps: int) -> None:
-    """Time decoding steps of all caches in turn, so that noise of the machine hits all of them alike.
+    Measure presses on one context: a row for each with its ratio, and one for decoding without a context.
 
     Parameters
     ----------
     model : PreTrainedModel
         The model.
-    trials : list of Trial
-        Their `step_seconds` are appended to; the first step of each is not timed, since it may allocate or compile.
-    context_length : int
-        Original length of the context, where positions go on.
-    steps : int
-        Timed steps.
-    """
-    token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
-    for step in range(steps + 1):
-        position_ids = torch.full_like(token, context_length + step)
-        for trial in trials:
-            set_masked_indices(model, trial.masks)
-            start = _now(model)
-            model(input_ids=token, past_key_values=trial.cache, position_ids=position_ids)
-            if step:
-                trial.step_seconds.append(_now(model) - start)
-    set_masked_indices(model, [None] * len(trials[0].masks))
-
-
-def _now(model: PreTrainedModel) -> float:
-    if model.device.type == "cuda":
-        torch.cuda.synchronize(model.device)
-    return time.perf_counter()
-
-
-def measure_length(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    context_ids: torch.Tensor,
-    to_measure: list[tuple[str, float]],
-    repeats: int,
-    steps: int,
-    progress: Callable[[], Any] = lambda: None,
-) -> list[Record]:
-    """Measure all presses at one length.
-
-    Parameters
-    ----------
-    model, tokenizer
-        The model and its tokenizer.
     context_ids : torch.Tensor
-        Shape (1, context_length).
-    to_measure : list of tuple
-        Names and ratios; the full cache must be among them, since it is what the others are divided by.
-    repeats : int
-        Times that everything is done; times are medians, and so are peaks.
-    steps : int
-        Decoded tokens a repeat.
+        Shape (1, num_tokens).
+    wanted : sequence of tuple
+        Presses and ratios; the full cache must be among them, since it is what the others are divided by.
+    make : callable
+        The press of a name and a ratio, for a number of tokens.
+    repeats, steps : int
+        Times that everything is done, of which times and peaks are medians, and tokens decoded each time.
     progress : callable
         Called after each compression.
-
-    Returns
-    -------
-    list of dict
-        One row a press and ratio.
     """
-    length = context_ids.shape[1]
-    config = model.config.get_text_config()
-    num_layers, num_heads = config.num_hidden_layers, config.num_key_value_heads
-    trials: dict[tuple[str, float], list[Trial]] = {variant: [] for variant in to_measure}
+    num_tokens = context_ids.shape[1]
+    trials: dict[Variant, list[Trial]] = {variant: [] for variant in (*wanted, EMPTY)}
     for _ in range(repeats):
-        for name, ratio in to_measure:
-            press = make_press(name, ratio, tokenizer)
-            fit_budget(press, ratio, length, protected_length(tokenizer), num_layers, num_heads)
-            trials[name, ratio].append(compress(model, context_ids, press))
+        for name, ratio in wanted:
+            with eager_attention(model) if PRESSES[name].eager else nullcontext():
+                trials[name, ratio].append(compress(model, context_ids, make(name, ratio, num_tokens)))
             progress()
-        decode_interleaved(model, [of_variant[-1] for of_variant in trials.values()], length, steps)
+        trials[EMPTY].append(Trial(DynamicCache(), 0))
+        decode_interleaved(model, [of_variant[-1] for of_variant in trials.values()], steps)
         for of_variant in trials.values():
             of_variant[-1].cache = DynamicCache()
-
-    full = _row(trials["full", 1.0])
+    figures = {variant: _figures(of_variant, TOLERANCES[model.dtype]) for variant, of_variant in trials.items()}
+    full = figures[FULL, 1.0]
     rows = []
-    for (name, ratio), of_variant in trials.items():
-        row = _row(of_variant)
-        kept = row.pop("pairs") / (length * num_layers * num_heads)
-        rows.append(
-            {"tokens": length, "press": name, "ratio": ratio, "kept": kept}
-            | row
-            | {
-                "x prefill": row["seconds"] / full["seconds"],
-                "x decoding": row["ms/token"] / full["ms/token"],
-                "x cache": row["cache MiB"] / full["cache MiB"],
-            }
-        )
+    for (name, ratio), found in figures.items():
+        rows.append({"tokens": num_tokens, "press": name, "ratio": ratio, **found})
+        for part, share in {"seconds": "x prefill", "ms/token": "x decoding", "cache MiB": "x cache"}.items():
+            rows[-1][share] = found[part] / full[part] if None not in (found[part], full[part]) else None
     return rows
 
 
-def _row(trials: list[Trial]) -> Record:
-    def peak(values: list[int | None]) -> float | None:
+@torch.no_grad()
+def compress(model: PreTrainedModel, context_ids: torch.Tensor, press: kvpress.BasePress | None) -> Trial:
+    """Prefill and compress a context, timed; the last layer's first output marks the end of the prefill."""
+    decoder, ids = language_model(model), context_ids.to(model.device)
+    cache = DynamicCache()
+    memory = PeakMemory(model.device)
+    peaks: list[int | None] = []
+
+    def end_of_prefill(module: torch.nn.Module, inputs: tuple, output: Any) -> None:
+        if not peaks:
+            peaks.append(memory.lap())
+
+    hook = decoder.layers[-1].register_forward_hook(end_of_prefill)
+    try:
+        start = device_time(model.device)
+        with nullcontext() if press is None else press(model):
+            decoder(input_ids=ids, past_key_values=cache)
+        seconds = device_time(model.device) - start
+    finally:
+        hook.remove()
+    config, masks = decoder.config, masked_indices(model)
+    return Trial(
+        cache,
+        ids.shape[1],
+        masks,
+        kept=kept_pairs(model, cache) / (ids.shape[1] * config.num_hidden_layers * config.num_key_value_heads),
+        seconds=seconds,
+        nbytes=cache_nbytes(cache, masks),
+        prefill_peak=peaks[0],
+        replay_peak=None if press is None else memory.lap(),
+        logits_off=logits_off(model, cache),
+    )
+
+
+@torch.no_grad()
+def logits_off(model: PreTrainedModel, cache: Cache) -> float | None:
+    """Distance of a next token's logits from the reference's, by their length; None where no kernel of ours decodes."""
+    layers = [layer for layer in cache.layers if isinstance(layer, RaggedLayer)]
+    if not layers:
+        return None
+    token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+    own = [layer.backend for layer in layers]
+    trusted = "reference" if model.device.type == "cpu" else "torch"
+    found = []
+    try:
+        for backends in (own, [trusted] * len(own)):
+            for layer, backend in zip(layers, backends, strict=True):
+                layer.backend = backend
+            with forgetting(cache):
+                found.append(read(model, cache, token, cache.get_seq_length()).double())
+    finally:
+        for layer, backend in zip(layers, own, strict=True):
+            layer.backend = backend
+    return float((found[0] - found[1]).norm() / found[1].norm())
+
+
+def decode_interleaved(model: PreTrainedModel, trials: Sequence[Trial], steps: int) -> None:
+    """
+    Time decoding steps of all caches in turn, so that noise of the machine hits all of them alike.
+
+    The first step of each is not timed, since it may allocate; the others are appended to its ``step_seconds``.
+    """
+    token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+    unmasked: list[Any] = [None] * language_model(model).config.num_hidden_layers
+    for step in range(steps + 1):
+        for trial in trials:
+            set_masked_indices(model, trial.masks or unmasked)
+            start = device_time(model.device)
+            read(model, trial.cache, token, trial.num_tokens + step)
+            if step:
+                trial.step_seconds.append(device_time(model.device) - start)
+    set_masked_indices(model, unmasked)
+
+
+def _figures(trials: Sequence[Trial], tolerance: float) -> Record:
+    off = max((trial.logits_off for trial in trials if trial.logits_off is not None), default=None)
+    # Also where it is NaN
+    wrong = off is not None and not off <= tolerance
+
+    def middle(values: Iterable[float | None], scale: float = 1) -> float | None:
         known = [value for value in values if value is not None]
-        return median(known) / MIB if known else None
+        return scale * median(known) if known else None
 
     return {
-        "pairs": trials[-1].kept,
-        "seconds": median(trial.seconds for trial in trials),
-        "ms/token": 1000 * median(second for trial in trials for second in trial.step_seconds),
+        "kept": trials[-1].kept,
+        "seconds": None if wrong else middle(trial.seconds for trial in trials),
+        "ms/token": None if wrong else middle((second for trial in trials for second in trial.step_seconds), 1000),
         "cache MiB": trials[-1].nbytes / MIB,
-        "prefill peak MiB": peak([trial.prefill_peak for trial in trials]),
-        "replay peak MiB": peak([trial.replay_peak for trial in trials]),
+        "prefill peak MiB": middle((trial.prefill_peak for trial in trials), 1 / MIB),
+        "replay peak MiB": middle((trial.replay_peak for trial in trials), 1 / MIB),
+        "logits off": off,
     }
-
-
-def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    """Read the command line."""
-    parser = make_parser(__doc__, ["kvzip-local-512", "kvzip-full-512", "kvzip-full-2048", "kvpress-kvzip"], [0.3])
-    parser.add_argument("--lengths", nargs="+", type=int, default=[4000, 8000], help="context lengths in tokens")
-    parser.add_argument("--repeats", type=int, default=1, help="repetitions; times are medians")
-    parser.add_argument("--decode-tokens", type=int, default=32, help="decoded tokens a repetition")
-    return parser.parse_args(argv)
-
-
-def main(argv: list[str] | None = None) -> None:
-    """Run the measurement and print its table."""
-    arguments = parse_arguments(argv)
-    model, tokenizer = prepare(arguments)
-    texts = load_texts(arguments.text_dir)
-    # The plain prefill and the full cache are what everything is divided by.
-    to_measure = variants(["full", *arguments.presses], arguments.ratios)
-    # What is allocated and chosen at the first forward pass is no part of any press's cost.
-    decode_interleaved(model, [compress(model, context_of(texts, tokenizer, 256).to(model.device), None)], 256, 2)
-
-    rows = []
-    total = len(arguments.lengths) * arguments.repeats * len(to_measure)
-    with tqdm(total=total, desc="cost", unit="press") as bar:
-        for length in arguments.lengths:
-            context_ids = context_of(texts, tokenizer, length).to(model.device)
-            rows += measure_length(
-                model, tokenizer, context_ids, to_measure, arguments.repeats, arguments.decode_tokens, bar.update
-            )
-    print(format_table(rows, COLUMNS))
-    write_report(arguments.output, provenance=provenance(model, arguments), table=rows)
-
-
-if __name__ == "__main__":
-    main()

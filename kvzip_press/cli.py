@@ -3,82 +3,42 @@
 import argparse
 import contextlib
 import json
-import math
-import os
 import shutil
 import statistics
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from . import __version__
+from .arguments import CommandParser, positive, ratio
+from .terminal import format_report
 
 # Nothing here imports torch before a command runs: `--help` and wrong arguments are then answered at once.
 if TYPE_CHECKING:
     from . import CompressedContext
 
 PROG = "kvzip-press"
-LEVELS = ("pair", "pair-layer", "pair-uniform", "head")
-SCORERS = ("kvzip", "kvzip-plus", "logit", "l2")
-REPLAYS = ("full", "local")
-QUANTIZATIONS = ("int8", "int4")
+PACKAGED = "SmolLM2-135M-Instruct"
 DTYPES = ("float32", "bfloat16", "float16")
+# Options of `KVzipPress`, which knows their values and refuses others
+PRESS_OPTIONS = {
+    "level": "what the budget is shared over: the whole model, layers, heads, or whole heads (pair)",
+    "scorer": "how the importance of a pair is measured (kvzip)",
+    "replay": "what the replayed tokens attend to: the whole cache, or their own chunk (local)",
+    "quantization": "store the kept pairs in 8 or 4 bits a number (not quantised)",
+}
 # Compressed and asked before anything is timed
 WARM_UP = "The museum in the harbour opens at ten. The director has counted nine ships today, and keeps a list."
 
 
-class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line, as all errors of the command are."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{PROG}: error: {message} (see {self.prog} --help)\n")
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    """
-    Run the command line.
-
-    Parameters
-    ----------
-    argv : sequence of str, optional
-        The arguments; those of the process by default.
-
-    Returns
-    -------
-    int
-        The exit status: 0, 2 after an error that the user can mend, 130 when interrupted.
-    """
-    arguments = _build_parser().parse_args(argv)
-    try:
-        status: int = arguments.command(arguments)
-        sys.stdout.flush()
-    except BrokenPipeError:
-        return readers_gone()
-    except (ValueError, OSError, ImportError) as error:
-        print(f"{PROG}: error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
-    return status
+    """Run the command line, see :meth:`kvzip_press.arguments.CommandParser.run`."""
+    return _build_parser().run(argv)
 
 
-def readers_gone() -> int:
-    """
-    End quietly when whoever read the output has seen enough, as `head` has.
-
-    Returns
-    -------
-    int
-        The exit status.
-    """
-    # The interpreter flushes what is left at its end: it must have somewhere to go.
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 1
-
-
-def _build_parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog=PROG, description="Compress the KV cache of a transformers model with KVzip.")
+def _build_parser() -> CommandParser:
+    parser = CommandParser(prog=PROG, description="Compress the KV cache of a transformers model with KVzip.")
     parser.add_argument("--version", action="version", version=f"{PROG} {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_ask(commands)
@@ -91,7 +51,8 @@ def _add_ask(commands: Any) -> None:
     ask = commands.add_parser(
         "ask",
         help="ask a document questions, with the full and with the compressed cache",
-        description="Answer questions about a text from the full cache and from the compressed one, side by side.",
+        description="Answer questions about a text from the full cache and from the compressed one, side by side. "
+        "An unknown level, scorer, replay or quantization is answered with those that there are.",
     )
     ask.add_argument("document", metavar="DOCUMENT", type=Path, help="a text file in UTF-8")
     ask.add_argument(
@@ -99,25 +60,13 @@ def _add_ask(commands: Any) -> None:
         help="a question about the document; repeat it for more",
     )  # fmt: skip
     ask.add_argument(
-        "--ratio", type=_ratio, default=0.3, metavar="R", help="fraction of the context's KV pairs to keep (0.3)"
+        "--ratio", type=ratio, default=0.3, metavar="R", help="fraction of the context's KV pairs to keep (0.3)"
     )
-    ask.add_argument(
-        "--level",
-        choices=LEVELS,
-        help="what the budget is shared over: the whole model, layers, heads, or whole heads (pair)",
-    )
+    for name, about in PRESS_OPTIONS.items():
+        ask.add_argument(f"--{name}", help=about)
     ask.add_argument("--head-scores", type=Path, metavar="FILE", help="scores made by `kvzip-press heads score`")
-    ask.add_argument("--scorer", choices=SCORERS, help="how the importance of a pair is measured (kvzip)")
-    ask.add_argument(
-        "--replay",
-        choices=REPLAYS,
-        help="what the replayed tokens attend to: the whole cache, or their own chunk (local)",
-    )
-    ask.add_argument("--chunk-size", type=_positive, metavar="N", help="tokens of the context replayed at once (512)")
-    ask.add_argument(
-        "--quantization", choices=QUANTIZATIONS, help="store the kept pairs in 8 or 4 bits a number (not quantised)"
-    )
-    ask.add_argument("--max-new-tokens", type=_positive, default=48, metavar="N", help="longest answer, in tokens (48)")
+    ask.add_argument("--chunk-size", type=positive, metavar="N", help="tokens of the context replayed at once (512)")
+    ask.add_argument("--max-new-tokens", type=positive, default=48, metavar="N", help="longest answer, in tokens (48)")
     ask.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
     _add_model_options(ask)
     ask.set_defaults(command=_ask)
@@ -141,28 +90,7 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="type of the weights (float32)")
     parser.add_argument("--device", default="cpu", help="for instance cpu or cuda:0 (cpu)")
-    parser.add_argument("--threads", type=_positive, metavar="N", help="CPU threads to use")
-
-
-def _ratio(text: str) -> float:
-    value = _number(text, float)
-    if not 0 < value <= 1:
-        raise argparse.ArgumentTypeError(f"must be in (0, 1], got {text}")
-    return value
-
-
-def _positive(text: str) -> int:
-    value = _number(text, int)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
-    return value
-
-
-def _number(text: str, kind: Any) -> Any:
-    try:
-        return kind(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"must be a number, got {text!r}") from error
+    parser.add_argument("--threads", type=positive, metavar="N", help="CPU threads to use")
 
 
 def _question(text: str) -> str:
@@ -204,23 +132,13 @@ def _load(arguments: argparse.Namespace) -> tuple[Any, Any]:
     return load_model(arguments.model, dtype=getattr(torch, arguments.dtype), device=arguments.device)
 
 
-def _window(model: Any) -> int | None:
-    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
-
-
 def _check_length(model: Any, tokenizer: Any, text: str, questions: list[str], max_new_tokens: int) -> None:
     """Refuse a document that leaves no room for the longest question and its answer, before any computation."""
-    from .context import QUESTION_SEPARATOR
-    from .prompts import chat_affixes
+    from .context import context_ids, longest_context, question_ids
 
-    window = _window(model)
-    prefix, suffix = chat_affixes(tokenizer)
-
-    def count(content: str) -> int:
-        return len(tokenizer.encode(content, add_special_tokens=False, verbose=False))
-
-    longest = max(count(QUESTION_SEPARATOR + question + suffix) for question in questions)
-    needed = count(prefix + text) + longest + max_new_tokens
+    window = longest_context(model)
+    longest = max(question_ids(tokenizer, question).shape[1] for question in questions)
+    needed = context_ids(tokenizer, text).shape[1] + longest + max_new_tokens
     if window is not None and needed > window:
         raise ValueError(
             f"the document is too long by {needed - window} tokens: with a question and an answer of up to "
@@ -228,7 +146,7 @@ def _check_length(model: Any, tokenizer: Any, text: str, questions: list[str], m
         )
 
 
-def _ask(arguments: argparse.Namespace) -> int:
+def _ask(arguments: argparse.Namespace) -> None:
     text = _read_text(arguments.document).strip()
     if (arguments.level == "head") != (arguments.head_scores is not None):
         raise ValueError(f"--level head and --head-scores FILE go together; `{PROG} heads score` makes the file")
@@ -239,11 +157,8 @@ def _ask(arguments: argparse.Namespace) -> int:
         report = _compare(arguments, text)
     if arguments.json:
         print(json.dumps(report, indent=2, allow_nan=False))
-        return 0
-    from .pretrained.terminal import format_report
-
-    print(format_report(report, shutil.get_terminal_size((100, 24)).columns))
-    return 0
+    else:
+        print(format_report(report, shutil.get_terminal_size((100, 24)).columns))
 
 
 def _compare(arguments: argparse.Namespace, text: str) -> dict[str, Any]:
@@ -256,14 +171,13 @@ def _compare(arguments: argparse.Namespace, text: str) -> dict[str, Any]:
             bar.update()
             bar.set_description(description)
 
-        model, tokenizer = _load(arguments)
-        press = _build_press(arguments, tokenizer)
-        _check_length(model, tokenizer, text, arguments.questions, arguments.max_new_tokens)
-
         from . import CompressedContext
 
+        press = _build_press(arguments)
+        model, tokenizer = _load(arguments)
+        _check_length(model, tokenizer, text, arguments.questions, arguments.max_new_tokens)
         step("kernels (the first time they are compiled)")
-        _warm_up(model, tokenizer, press)
+        CompressedContext.compress(model, tokenizer, WARM_UP, press=press).ask("How many ships?", max_new_tokens=2)
         step("prefill")
         full = CompressedContext.full(model, tokenizer, text)
         step("compression")
@@ -280,10 +194,12 @@ def _compare(arguments: argparse.Namespace, text: str) -> dict[str, Any]:
         bar.update()
 
     for name, measure in measures.items():
-        measure["decode_seconds_per_token"] = _median_seconds(pair[name] for pair in answers)
+        # The median: the first answer may pay for a cold cache.
+        times = [pair[name]["seconds_per_token"] for pair in answers if pair[name]["seconds_per_token"] is not None]
+        measure["decode_seconds_per_token"] = statistics.median(times) if times else None
     return {
         "version": __version__,
-        "model": arguments.model or "SmolLM2-135M-Instruct",
+        "model": arguments.model or PACKAGED,
         "document": str(arguments.document),
         "ratio": arguments.ratio,
         "quantization": arguments.quantization,
@@ -295,61 +211,43 @@ def _compare(arguments: argparse.Namespace, text: str) -> dict[str, Any]:
     }
 
 
-def _warm_up(model: Any, tokenizer: Any, press: Any) -> None:
-    """Have kernels compiled before anything is timed."""
-    from . import CompressedContext
-
-    CompressedContext.compress(model, tokenizer, WARM_UP, press=press).answer("How many ships?", max_new_tokens=2)
-
-
-def _build_press(arguments: argparse.Namespace, tokenizer: Any) -> Any:
+def _build_press(arguments: argparse.Namespace) -> Any:
     from . import HeadScores, KVzipPress
 
-    options = {name: getattr(arguments, name) for name in ("level", "scorer", "replay", "chunk_size", "quantization")}
+    options = {name: getattr(arguments, name) for name in (*PRESS_OPTIONS, "chunk_size")}
     options = {name: value for name, value in options.items() if value is not None}
     if arguments.head_scores is not None:
         options["head_scores"] = HeadScores.load(arguments.head_scores)
-    return KVzipPress(ratio=arguments.ratio, tokenizer=tokenizer, **options)
+    return KVzipPress(ratio=arguments.ratio, **options)
 
 
 def _answer(context: "CompressedContext", question: str, max_new_tokens: int) -> dict[str, Any]:
     answer = context.answer(question, max_new_tokens=max_new_tokens)
-    seconds = answer.seconds_per_token
     return {
         "text": answer.text,
         "tokens": len(answer.token_ids),
         "prefill_seconds": answer.prefill_seconds,
-        "seconds_per_token": seconds if math.isfinite(seconds) and len(answer.token_ids) > 1 else None,
+        "seconds_per_token": answer.seconds_per_token if len(answer.token_ids) > 1 else None,
     }
 
 
 def _measures(context: "CompressedContext") -> dict[str, Any]:
-    return {
-        "bytes": context.nbytes,
-        "kept_fraction": context.kept_fraction,
-        "prefill_seconds": context.prefill_seconds,
-        "compress_seconds": context.compress_seconds,
-    }
+    names = ("kept_fraction", "prefill_seconds", "compress_seconds")
+    return {"bytes": context.nbytes, **{name: getattr(context, name) for name in names}}
 
 
-def _median_seconds(answers: Iterable[dict[str, Any]]) -> float | None:
-    # The median: the first answer may pay for a cold cache.
-    times = [answer["seconds_per_token"] for answer in answers if answer["seconds_per_token"] is not None]
-    return statistics.median(times) if times else None
-
-
-def _score(arguments: argparse.Namespace) -> int:
+def _score(arguments: argparse.Namespace) -> None:
+    from .context import longest_context
     from .head_scores import HeadScores
 
     texts = [_read_text(path) for path in arguments.texts]
     HeadScores.check_target(arguments.output)
     model, tokenizer = _load(arguments)
+    window = longest_context(model)
     for path, text in zip(arguments.texts, texts, strict=True):
-        window = _window(model)
         count = len(tokenizer.encode(text, verbose=False))
         if window is not None and count > window:
             raise ValueError(f"{path} is too long by {count - window} tokens: the model's context holds {window}")
 
     HeadScores.from_text(model, tokenizer, texts, progress=True).save(arguments.output)
-    print(f"scores of {arguments.model or 'SmolLM2-135M-Instruct'} written to {arguments.output}", file=sys.stderr)
-    return 0
+    print(f"scores of {arguments.model or PACKAGED} written to {arguments.output}", file=sys.stderr)

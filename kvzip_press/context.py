@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import time
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import torch
 from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
-from .cache.measure import cache_nbytes, is_compressed, kept_fraction
-from .models import head_dim, language_model
+from .cache.measure import cache_nbytes, kept_fraction, plain_nbytes
+from .decoding import device_time, forgetting, greedy
+from .models import language_model
 from .press import KVzipPress
 from .prompts import chat_affixes, context_ids
 
@@ -40,14 +41,28 @@ class Answer:
     seconds_per_token: float
 
 
+def question_ids(tokenizer: PreTrainedTokenizerBase, question: str) -> torch.Tensor:
+    """Token ids of a question behind a context and of what leads over to its answer, shape (1, num_tokens)."""
+    _, suffix = chat_affixes(tokenizer)
+    return torch.tensor([tokenizer.encode(QUESTION_SEPARATOR + question + suffix, add_special_tokens=False)])
+
+
+def longest_context(model: PreTrainedModel) -> int | None:
+    """Tokens that a model can take, None if unlimited."""
+    return getattr(language_model(model).config, "max_position_embeddings", None)
+
+
+@dataclass(repr=False, eq=False)
 class CompressedContext:
     """
     A text in a model's KV cache, full or compressed, that answers any number of questions.
 
     Each question and its answer are dropped afterwards. Build one with :meth:`compress` or :meth:`full`.
 
-    Attributes
+    Parameters
     ----------
+    model, tokenizer
+        The model and its tokenizer.
     cache : Cache
         The transformers cache.
     num_tokens : int
@@ -56,21 +71,12 @@ class CompressedContext:
         Time of the prefill, and of replay and eviction.
     """
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        cache: Cache,
-        num_tokens: int,
-        prefill_seconds: float,
-        compress_seconds: float,
-    ) -> None:
-        self.model = model
-        self.tokenizer = tokenizer
-        self.cache = cache
-        self.num_tokens = num_tokens
-        self.prefill_seconds = prefill_seconds
-        self.compress_seconds = compress_seconds
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    cache: Cache
+    num_tokens: int
+    prefill_seconds: float
+    compress_seconds: float
 
     def __repr__(self) -> str:
         return f"CompressedContext(num_tokens={self.num_tokens}, kept_fraction={self.kept_fraction:.3f})"
@@ -124,27 +130,20 @@ class CompressedContext:
         if not text.strip():
             raise ValueError("the text is empty; give a document with at least one word")
         ids = context_ids(tokenizer, text)
-        decoder = language_model(model)
-        window = getattr(decoder.config, "max_position_embeddings", None)
+        window = longest_context(model)
         if window is not None and ids.shape[1] > window:
             raise ValueError(
                 f"the text has {ids.shape[1]} tokens, {ids.shape[1] - window} more than the model's window of {window}"
                 "; shorten it or use a model with a longer window"
             )
+        decoder = language_model(model)
         cache = DynamicCache(config=decoder.config)
-        start = time.perf_counter()
-        with torch.no_grad():
-            if press is None:
-                decoder(input_ids=ids.to(model.device), past_key_values=cache)
-                prefilled = time.perf_counter()
-            else:
-                with press(model):
-                    decoder(input_ids=ids.to(model.device), past_key_values=cache)
-                    _synchronize(model)
-                    prefilled = time.perf_counter()
-        _synchronize(model)
-        end = time.perf_counter()
-        return cls(model, tokenizer, cache, ids.shape[1], prefilled - start, end - prefilled if press else 0.0)
+        start = device_time(model.device)
+        with torch.no_grad(), nullcontext() if press is None else press(model):
+            decoder(input_ids=ids.to(model.device), past_key_values=cache)
+            prefilled = device_time(model.device)
+        end = prefilled if press is None else device_time(model.device)
+        return cls(model, tokenizer, cache, ids.shape[1], prefilled - start, end - prefilled)
 
     @property
     def kept_fraction(self) -> float:
@@ -159,23 +158,17 @@ class CompressedContext:
     @property
     def full_nbytes(self) -> int:
         """Bytes of the plain cache of the same context."""
-        config = language_model(self.model).config
-        pairs = sum(
-            layer_tokens * config.num_key_value_heads
-            for layer_tokens in _plain_layer_lengths(self.model, self.num_tokens)
-        )
-        return 2 * pairs * head_dim(self.model) * self.model.dtype.itemsize
+        return plain_nbytes(self.model, self.num_tokens)
 
     @property
     def max_length(self) -> int | None:
         """The model's window in tokens, None if unlimited."""
-        return getattr(language_model(self.model).config, "max_position_embeddings", None)
+        return longest_context(self.model)
 
     def ask(self, question: str, max_new_tokens: int = 50) -> str:
         """Answer a question greedily; the context stays as it was."""
         return self.answer(question, max_new_tokens).text
 
-    @torch.no_grad()
     def answer(self, question: str, max_new_tokens: int = 50) -> Answer:
         """
         Answer a question greedily, with its tokens and times; the context stays as it was.
@@ -185,67 +178,19 @@ class CompressedContext:
         ValueError
             If ``max_new_tokens`` is below 1, or question and answer don't fit the model's window.
         """
-        if max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
-        _, suffix = chat_affixes(self.tokenizer)
-        ids = torch.tensor([self.tokenizer.encode(QUESTION_SEPARATOR + question + suffix, add_special_tokens=False)])
+        ids = question_ids(self.tokenizer, question)
         needed = self.num_tokens + ids.shape[1] + max_new_tokens
         if self.max_length is not None and needed > self.max_length:
             raise ValueError(
                 f"context, question and answer take {needed} tokens, {needed - self.max_length} more than the model's "
                 f"window of {self.max_length}; lower max_new_tokens or shorten the context"
             )
-        end_ids = self.model.generation_config.eos_token_id
-        end_ids = set(end_ids if isinstance(end_ids, list) else [end_ids])
-        saved = _save_plain_layers(self.cache)
-        length = self.cache.get_seq_length()
-        try:
-            start = time.perf_counter()
-            token_ids = [self._next_token(ids, length)]
-            first = time.perf_counter()
-            while len(token_ids) < max_new_tokens and token_ids[-1] not in end_ids:
-                position = length + ids.shape[1] + len(token_ids) - 1
-                token_ids.append(self._next_token(torch.tensor([token_ids[-1:]]), position))
-            steps = len(token_ids) - 1
-            per_token = (time.perf_counter() - first) / steps if steps else 0.0
-        finally:
-            _restore(self.cache, saved, length)
+        token_ids: list[int] = []
+        with forgetting(self.cache):
+            times = [device_time(self.model.device)]
+            for token in greedy(self.model, self.cache, ids, self.cache.get_seq_length(), max_new_tokens):
+                token_ids.append(token)
+                times.append(device_time(self.model.device))
         text = str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
-        return Answer(text, token_ids, first - start, per_token)
-
-    def _next_token(self, ids: torch.Tensor, position: int) -> int:
-        positions = torch.arange(position, position + ids.shape[1], device=self.model.device).unsqueeze(0)
-        outputs = self.model(
-            input_ids=ids.to(self.model.device),
-            past_key_values=self.cache,
-            position_ids=positions,
-            logits_to_keep=1,
-        )
-        return int(outputs.logits[0, -1].argmax())
-
-
-def _plain_layer_lengths(model: PreTrainedModel, num_tokens: int) -> list[int]:
-    """Tokens that each layer of transformers' own cache holds."""
-    layers = DynamicCache(config=language_model(model).config).layers
-    return [
-        min(num_tokens, layer.sliding_window - 1) if layer.is_sliding else num_tokens  # type: ignore[attr-defined]
-        for layer in layers
-    ]
-
-
-def _save_plain_layers(cache: Cache) -> list[dict] | None:
-    """Remember an uncompressed cache; transformers replaces its tensors instead of writing into them."""
-    return None if is_compressed(cache) else [dict(vars(layer)) for layer in cache.layers]
-
-
-def _restore(cache: Cache, saved: list[dict] | None, length: int) -> None:
-    if saved is None:
-        cache.crop(length)
-        return
-    for layer, attributes in zip(cache.layers, saved, strict=True):
-        vars(layer).update(attributes)
-
-
-def _synchronize(model: PreTrainedModel) -> None:
-    if model.device.type == "cuda":
-        torch.cuda.synchronize(model.device)
+        steps = len(token_ids) - 1
+        return Answer(text, token_ids, times[1] - times[0], (times[-1] - times[1]) / steps if steps else 0.0)

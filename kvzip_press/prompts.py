@@ -11,8 +11,6 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 Text = str | Sequence[int]
 
-_SENTINEL = "KVZIP-CONTEXT-SENTINEL"
-
 
 @dataclass(frozen=True)
 class ReplayPrompts:
@@ -106,11 +104,20 @@ class EncodedPrompts:
         return self.chat_suffix if in_chat else self.raw_suffix
 
 
-def chat_affixes(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
+def chat_affixes(tokenizer: PreTrainedTokenizerBase, opening: str = "", system: str | None = None) -> tuple[str, str]:
     """
     Text that the chat template puts before and after a user's message.
 
     Without a chat template: the BOS token and a line break, as kvpress's pipeline builds its prompts.
+
+    Parameters
+    ----------
+    tokenizer : PreTrainedTokenizerBase
+        Holds the template.
+    opening : str
+        Beginning of the message; it ends the text before.
+    system : str, optional
+        System prompt; not used without a chat template.
 
     Raises
     ------
@@ -118,16 +125,20 @@ def chat_affixes(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
         If the template doesn't hold a single user message exactly once.
     """
     if tokenizer.chat_template is None:
-        return tokenizer.bos_token or "", "\n"
+        return (tokenizer.bos_token or "") + opening, "\n"
+    # As in kvpress's pipeline: longer than whatever the opening holds
+    mark = "#" * (len(opening) + 10)
+    messages = [] if system is None else [{"role": "system", "content": system}]
+    messages.append({"role": "user", "content": opening + mark})
     rendered = tokenizer.apply_chat_template(
-        [{"role": "user", "content": _SENTINEL}], add_generation_prompt=True, tokenize=False, enable_thinking=False
+        messages, add_generation_prompt=True, tokenize=False, enable_thinking=False
     )
-    if rendered.count(_SENTINEL) != 1:
+    if rendered.count(mark) != 1:
         raise ValueError(
-            f"the chat template of {tokenizer.name_or_path!r} holds the user's message {rendered.count(_SENTINEL)} "
+            f"the chat template of {tokenizer.name_or_path!r} holds the user's message {rendered.count(mark)} "
             "times; pass prompts=ReplayPrompts(prefix_length=..., suffix=...)"
         )
-    prefix, suffix = rendered.split(_SENTINEL)
+    prefix, suffix = rendered.split(mark)
     return prefix, suffix
 
 

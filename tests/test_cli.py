@@ -1,48 +1,28 @@
 import json
+import shlex
 import subprocess
 import sys
 
 import pytest
-import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from tiny_models import build_model, build_tokenizer
+from transformers import LlamaForCausalLM
 
-from kvzip_press import CompressedContext, cli
+from kvzip_press import CompressedContext, cli, scoring
 
 WINDOW = 512
-TEMPLATE = (
-    "{% for message in messages %}<|start|>{{ message['content'] }}<|end|>{% endfor %}"
-    "{% if add_generation_prompt %}<|start|>{% endif %}"
-)
 TEXT = "The name of the ship was the Silver Heron. The height of the tower is 42 metres.\n"
+# Tokens of the chat template before and after a message
+BEFORE, AFTER = len("<user:"), len("<<assistant:")
 
 
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory):
-    """A random Llama of two layers whose tokens are bytes, saved as a model is."""
+    """A tiny Llama with one token a character, saved as a model is."""
     folder = tmp_path_factory.mktemp("model")
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(models.BPE({symbol: i for i, symbol in enumerate(alphabet)}, []))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(["<|start|>", "<|end|>"])
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, bos_token="<|start|>", eos_token="<|end|>", chat_template=TEMPLATE
-    )
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=WINDOW,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    model = build_model("llama")
+    model.config.max_position_embeddings = WINDOW
+    model.save_pretrained(folder)
+    build_tokenizer().save_pretrained(folder)
     return folder
 
 
@@ -57,8 +37,9 @@ def document(tmp_path):
 def run(capsys, model_folder):
     """Run the command with the tiny model, and return status, stdout and stderr."""
 
-    def run(*arguments, model=model_folder):
-        options = [] if model is None else ["--model", str(model)]
+    def run(*arguments):
+        named = any(str(argument).startswith(("--model", "--version")) for argument in arguments)
+        options = [] if named else ["--model", str(model_folder)]
         try:
             status = cli.main([*map(str, arguments), *options])
         except SystemExit as stop:
@@ -96,7 +77,7 @@ def test_json(run, document):
         "version", "model", "document", "ratio", "quantization", "dtype", "device", "tokens", "full", "compressed",
         "answers",
     }  # fmt: skip
-    assert report["tokens"] == len(TEXT.strip()) + 1
+    assert report["tokens"] == BEFORE + len(TEXT.strip())
     for name in ("full", "compressed"):
         assert set(report[name]) == {
             "bytes", "kept_fraction", "prefill_seconds", "compress_seconds", "decode_seconds_per_token",
@@ -134,6 +115,13 @@ def test_options_reach_the_press(run, document, options):
     assert json.loads(out)["compressed"]["kept_fraction"] < 0.6
 
 
+def test_a_new_scorer_needs_one_registry_line(run, document, monkeypatch):
+    """The command line knows no names of its own."""
+    monkeypatch.setitem(scoring.SCORERS, "mine", scoring.SCORERS["l2"])
+    status, _, err = run("ask", document, "-q", "What is it?", "--max-new-tokens", 2, "--scorer", "mine")
+    assert status == 0, err
+
+
 def test_quantised_bytes_are_reported(run, document):
     compressed = {}
     for quantization in (None, "int8", "int4"):
@@ -146,11 +134,6 @@ def test_quantised_bytes_are_reported(run, document):
     assert compressed["int4"] < compressed["int8"] < 0.6 * compressed[None]
 
 
-def test_an_unknown_quantisation(run, document):
-    outcome = run("ask", document, "-q", "What?", "--quantization", "int3")
-    assert_one_line_error(outcome, "argument --quantization: invalid choice: 'int3'")
-
-
 def test_head_scores_are_made_and_used(run, document, tmp_path):
     scores = tmp_path / "scores.safetensors"
     status, out, err = run("heads", "score", document, "-o", scores)
@@ -161,23 +144,47 @@ def test_head_scores_are_made_and_used(run, document, tmp_path):
     assert status == 0, err
 
 
-def test_missing_document(run, tmp_path):
-    assert_one_line_error(run("ask", tmp_path / "none.txt", "-q", "What?"), "no such file", "none.txt")
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        *((f"--ratio={ratio}", ("--ratio", "(0, 1]", ratio)) for ratio in ("0", "-0.1", "1.5", "nan", "inf")),
+        *((f"{name}=0", (name, "at least 1, got 0")) for name in ("--max-new-tokens", "--chunk-size", "--threads")),
+        ("--chunk-size=few", ("must be a whole number, got 'few'",)),
+        ("--ratio=most", ("must be a number, got 'most'",)),
+        ("--question=' '", ("--question", "is empty")),
+        ("--dtype=other", ("--dtype", "'other'", "choose from")),
+        ("--level=other", ("level must be one of 'pair', 'pair-layer'", "got 'other'")),
+        ("--scorer=other", ("scorer must be one of 'kvzip'", "got 'other'")),
+        ("--replay=other", ("replay must be one of", "'local'", "got 'other'")),
+        ("--quantization=int3", ("quantization must be one of 'int8', 'int4'", "got 'int3'")),
+        ("--device=abacus", ("unknown device 'abacus'",)),
+        ("--model=./no_such_folder", ("unknown model './no_such_folder'", "no such folder")),
+        ("--level=head --head-scores=none.safetensors", ("no such file: none.safetensors", "heads score")),
+        ("--level=head", ("--head-scores FILE",)),
+    ],
+)
+def test_wrong_options_are_one_line(run, document, monkeypatch, options, parts):
+    """Before any model is loaded, where it has nothing to do with the mistake."""
+    if "device" not in options and "model" not in options:
+        monkeypatch.setattr(cli, "_load", None)
+    assert_one_line_error(run("ask", document, "-q", "What?", *shlex.split(options)), *parts)
 
 
-def test_document_is_a_folder(run, tmp_path):
-    assert_one_line_error(run("ask", tmp_path, "-q", "What?"), "is a folder")
+def test_no_question(run, document):
+    assert_one_line_error(run("ask", document), "-q/--question", "required")
 
 
-def test_document_not_utf8(run, document):
-    document.write_bytes(b"caf\xe9")
-    assert_one_line_error(run("ask", document, "-q", "What?"), "is not UTF-8 (byte 3)", "iconv")
-
-
-@pytest.mark.parametrize("content", ["", " \n\t\n", "\ufeff"])
-def test_empty_document(run, document, content):
-    document.write_text(content, encoding="utf-8")
-    assert_one_line_error(run("ask", document, "-q", "What?"), "is empty")
+@pytest.mark.parametrize(
+    ("content", "parts"),
+    [
+        (None, ("no such file", "document.txt")),
+        (b"caf\xe9", ("is not UTF-8 (byte 3)", "iconv")),
+        *((content, ("is empty",)) for content in (b"", b" \n\t\n", "\ufeff".encode())),
+    ],
+)
+def test_unreadable_documents(run, document, content, parts):
+    document.unlink() if content is None else document.write_bytes(content)
+    assert_one_line_error(run("ask", document, "-q", "What?"), *parts)
 
 
 def test_document_too_long_is_refused_before_any_forward(run, document, monkeypatch):
@@ -186,69 +193,24 @@ def test_document_too_long_is_refused_before_any_forward(run, document, monkeypa
 
     monkeypatch.setattr(LlamaForCausalLM, "forward", fail)
     monkeypatch.setattr("transformers.models.llama.modeling_llama.LlamaModel.forward", fail)
-    # Three special tokens, two line breaks, the question's five bytes and the 48 tokens of the answer beside the text.
-    document.write_text("a" * (WINDOW - 3 - 2 - 5 - 48 + 7), encoding="utf-8")
+    # Template, two line breaks, the question's five characters and the 48 tokens of the answer beside the text
+    document.write_text("a" * (WINDOW - BEFORE - AFTER - 2 - 5 - 48 + 7), encoding="utf-8")
     assert_one_line_error(run("ask", document, "-q", "What?"), "too long by 7 tokens", f"holds {WINDOW}", "shorten")
 
 
 def test_longest_document_that_fits(run, document):
-    document.write_text("a" * (WINDOW - 3 - 2 - 5 - 4), encoding="utf-8")
+    document.write_text("a" * (WINDOW - BEFORE - AFTER - 2 - 5 - 4), encoding="utf-8")
     status, _, err = run("ask", document, "-q", "What?", "--max-new-tokens", 4)
     assert status == 0, err
 
 
-def test_unknown_model(run, document):
-    outcome = run("ask", document, "-q", "What?", model="./no_such_folder")
-    assert_one_line_error(outcome, "unknown model './no_such_folder'", "no such folder")
+@pytest.mark.parametrize(("name", "message"), [("", "is not a file"), ("none/scores.safetensors", "does not exist")])
+def test_scores_into_a_place_that_is_none(run, document, tmp_path, name, message):
+    assert_one_line_error(run("heads", "score", document, "-o", tmp_path / name), message)
 
 
-@pytest.mark.parametrize("ratio", ["0", "-0.1", "1.5", "nan", "inf"])
-def test_ratio_out_of_range(run, document, ratio):
-    assert_one_line_error(run("ask", document, "-q", "What?", f"--ratio={ratio}"), "(0, 1]", ratio)
-
-
-def test_ratio_not_a_number(run, document):
-    assert_one_line_error(run("ask", document, "-q", "What?", "--ratio", "most"), "must be a number, got 'most'")
-
-
-def test_no_question(run, document):
-    assert_one_line_error(run("ask", document), "-q/--question", "required")
-
-
-def test_empty_question(run, document):
-    assert_one_line_error(run("ask", document, "-q", " "), "--question", "is empty")
-
-
-@pytest.mark.parametrize("option", ["--max-new-tokens", "--chunk-size", "--threads"])
-def test_counts_are_positive(run, document, option):
-    assert_one_line_error(run("ask", document, "-q", "What?", option, "0"), option, "at least 1, got 0")
-
-
-@pytest.mark.parametrize("option", ["--level", "--scorer", "--replay", "--dtype"])
-def test_unknown_choice(run, document, option):
-    assert_one_line_error(run("ask", document, "-q", "What?", option, "other"), option, "'other'", "choose from")
-
-
-def test_unknown_device(run, document):
-    assert_one_line_error(run("ask", document, "-q", "What?", "--device", "abacus"), "unknown device 'abacus'")
-
-
-def test_missing_head_scores(run, document, tmp_path):
-    outcome = run("ask", document, "-q", "What?", "--level", "head", "--head-scores", tmp_path / "none.safetensors")
-    assert_one_line_error(outcome, "no such file", "heads score")
-
-
-def test_head_level_without_scores(run, document):
-    assert_one_line_error(run("ask", document, "-q", "What?", "--level", "head"), "--head-scores FILE")
-
-
-def test_scores_into_a_missing_folder(run, document, tmp_path):
-    outcome = run("heads", "score", document, "-o", tmp_path / "none" / "scores.safetensors")
-    assert_one_line_error(outcome, "does not exist")
-
-
-def test_scores_into_a_folder(run, document, tmp_path):
-    assert_one_line_error(run("heads", "score", document, "-o", tmp_path), "is not a file")
+def test_document_is_a_folder(run, tmp_path):
+    assert_one_line_error(run("ask", tmp_path, "-q", "What?"), "is a folder")
 
 
 def test_text_to_score_too_long(run, document, tmp_path):
@@ -258,7 +220,7 @@ def test_text_to_score_too_long(run, document, tmp_path):
 
 
 def test_version(run):
-    status, out, _ = run("--version", model=None)
+    status, out, _ = run("--version")
     assert status == 0
     assert out.startswith("kvzip-press 0.")
 

@@ -1,13 +1,17 @@
 import json
 import multiprocessing
+import os
 import shutil
+import time
 from pathlib import Path
 
+import httpx
 import pytest
 import torch
+from huggingface_hub import constants, errors
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from kvzip_press.pretrained import smollm2
+from kvzip_press.pretrained import load, smollm2
 from kvzip_press.pretrained.load import load_model
 
 
@@ -85,23 +89,19 @@ def test_leftover_of_a_killed_process_is_not_used_and_goes_away(source, conversi
     assert partial_folders() == []
 
 
-@pytest.mark.parametrize("marker", [None, "", "{", "[]", "{}", '{"format_version": 0}'])
-def test_folder_without_a_valid_marker_is_redone(source, conversions, marker):
+@pytest.mark.parametrize("marker", [None, "", "{", "[]", "{}", '{"format_version": 0}', "whole"])
+def test_folder_without_a_valid_marker_or_with_truncated_weights_is_redone(source, conversions, marker):
     folder = smollm2.converted_folder()
     if marker is None:
         (folder / smollm2.MARKER).unlink()
+    elif marker == "whole":
+        (folder / "model.safetensors").write_bytes(b"wei")
     else:
         (folder / smollm2.MARKER).write_text(marker)
     assert smollm2.converted_folder() == folder
     assert len(conversions) == 2
-    assert json.loads((folder / smollm2.MARKER).read_text())["files"] == {"model.safetensors": 7}
-
-
-def test_truncated_weights_are_redone(source, conversions):
-    folder = smollm2.converted_folder()
-    (folder / "model.safetensors").write_bytes(b"wei")
-    smollm2.converted_folder()
     assert (folder / "model.safetensors").read_bytes() == b"weights"
+    assert json.loads((folder / smollm2.MARKER).read_text())["files"] == {"model.safetensors": 7}
 
 
 def test_other_weights_are_converted_into_another_folder(source, conversions):
@@ -114,9 +114,6 @@ def test_other_weights_are_converted_into_another_folder(source, conversions):
 
 
 def _convert_slowly(source: Path, home: str, started, results) -> None:
-    import os
-    import time
-
     os.environ["KVZIP_PRESS_HOME"] = home
     calls = []
 
@@ -197,31 +194,27 @@ def test_folder_is_loaded_as_asked(tmp_path):
     assert loaded.get_vocab() == tokenizer.get_vocab()
 
 
-@pytest.mark.parametrize("name", ["/no/such/folder", "./no_such_folder", "~/no_such_folder", "a/b/c"])
-def test_missing_folder(name):
-    with pytest.raises(ValueError, match="there is no such folder"):
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        *((name, "there is no such folder") for name in ("/no/such/folder", "./no_such_folder", "~/none", "a/b/c")),
+        ("not a name!", "a hub name has the form owner/name"),
+    ],
+)
+def test_impossible_names(name, message):
+    with pytest.raises(ValueError, match=message):
         load_model(name)
 
 
 def test_folder_without_a_model(tmp_path):
     with pytest.raises(ValueError, match=r"has no config\.json"):
         load_model(str(tmp_path))
-
-
-def test_folder_with_an_unknown_configuration(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ValueError, match=r"can't be loaded: .*model_type"):
         load_model(str(tmp_path))
 
 
-def test_impossible_hub_name():
-    with pytest.raises(ValueError, match="a hub name has the form owner/name"):
-        load_model("not a name!")
-
-
 def test_unknown_name_offline(monkeypatch):
-    from huggingface_hub import constants
-
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(ValueError, match="'no-such-owner/no-such-model'.*HF_HUB_OFFLINE"):
         load_model("no-such-owner/no-such-model")
@@ -237,23 +230,16 @@ def test_unknown_name_offline(monkeypatch):
     ],
 )
 def test_hub_failures_are_told_apart(monkeypatch, make_error, message):
-    from huggingface_hub import constants
-
-    from kvzip_press.pretrained import load as pretrained
-
     def fail(*args, **kwargs):
         raise OSError("can't load the configuration") from make_error()
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(pretrained.AutoConfig, "from_pretrained", fail)
+    monkeypatch.setattr(load.AutoConfig, "from_pretrained", fail)
     with pytest.raises(ValueError, match=message):
         load_model("owner/name")
 
 
 def _hub_error(name: str) -> Exception:
-    import httpx
-    from huggingface_hub import errors
-
     response = httpx.Response(403, request=httpx.Request("GET", "https://example.invalid"))
     return getattr(errors, name)("refused", response=response)
 

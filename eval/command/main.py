@@ -9,8 +9,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...cli import readers_gone
-from .parser import PROG, build_parser
+from ...terminal import format_table
+from .parser import build_parser
 
 # Nothing here imports torch before a command runs: `--help` and wrong arguments are then answered at once.
 if TYPE_CHECKING:
@@ -20,32 +20,8 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """
-    Run the command line.
-
-    Parameters
-    ----------
-    argv : sequence of str, optional
-        The arguments; those of the process by default.
-
-    Returns
-    -------
-    int
-        The exit status: 0, 2 after an error that the user can mend, 130 when interrupted.
-    """
-    arguments = build_parser(COMMANDS).parse_args(argv)
-    try:
-        arguments.command(arguments)
-        sys.stdout.flush()
-    except BrokenPipeError:
-        return readers_gone()
-    except (ValueError, OSError, ImportError) as error:
-        print(f"{PROG}: error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print(f"\n{PROG}: interrupted; the same command goes on where it was", file=sys.stderr)
-        return 130
-    return 0
+    """Run the command line, see :meth:`kvzip_press.arguments.CommandParser.run`."""
+    return build_parser(COMMANDS).run(argv)
 
 
 def _session(arguments: argparse.Namespace) -> Session:
@@ -61,7 +37,7 @@ def _session(arguments: argparse.Namespace) -> Session:
         raise ValueError("--address and --workers are for --engine ray")
     else:
         engine = options.load()
-    told = {name: value for name, value in vars(arguments).items() if not callable(value)}
+    told = {name: value for name, value in vars(arguments).items() if name not in ("command", "interrupted")}
     told["output"] = str(arguments.output)
     return Session(engine, arguments.output, told, progress=not arguments.quiet)
 
@@ -163,8 +139,13 @@ def _print_paths(paths: Sequence[Path]) -> None:
         print(path)
 
 
+def _cost(arguments: argparse.Namespace) -> None:
+    from ..cost import measure
+
+    measure(arguments)
+
+
 def _tasks(arguments: argparse.Namespace) -> None:
-    from ..results.record import format_table
     from ..tasks.registry import families
 
     rows = [
@@ -182,7 +163,6 @@ def _tasks(arguments: argparse.Namespace) -> None:
 
 def _presses(arguments: argparse.Namespace) -> None:
     from ..presses.registry import PRESSES
-    from ..results.record import format_table
 
     rows = [{"press": name, "about": kind.about} for name, kind in PRESSES.items()]
     print(format_table(rows, {"press": "", "about": ""}))
@@ -196,6 +176,7 @@ COMMANDS = {
     "report": _report,
     "rescore": _rescore,
     "export": _export,
+    "cost": _cost,
     "tasks": _tasks,
     "presses": _presses,
 }

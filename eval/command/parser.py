@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NoReturn
 
 from ... import __version__
+from ...arguments import CommandParser, positive, ratio
 from ..choices import BUDGETS, PROTOCOLS, SCORERS, STYLES
 
 PROG = "kvzip-eval"
@@ -16,36 +16,7 @@ FORMATS = ("native", "kvpress")
 ENGINES = ("local", "ray")
 
 
-def ratio(text: str) -> float:
-    """A kept fraction, in (0, 1]."""
-    try:
-        value = float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
-    if not 0 < value <= 1:
-        raise argparse.ArgumentTypeError(f"a kept fraction must be in (0, 1], got {text}")
-    return value
-
-
-def positive(text: str) -> int:
-    """A whole number of at least 1."""
-    try:
-        value = int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
-    return value
-
-
-class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line, as all errors of the command are."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{PROG}: error: {message} (see {self.prog} --help)\n")
-
-
-def build_parser(commands: Mapping[str, Callable[[argparse.Namespace], None]]) -> argparse.ArgumentParser:
+def build_parser(commands: Mapping[str, Callable[[argparse.Namespace], None]]) -> CommandParser:
     """
     Build the parser.
 
@@ -54,7 +25,7 @@ def build_parser(commands: Mapping[str, Callable[[argparse.Namespace], None]]) -
     commands : Mapping
         Function of each command by its name; parsed arguments hold theirs as `command`.
     """
-    parser = _Parser(prog=PROG, description="Measure compressed KV caches on tasks: query-agnostic, resumable.")
+    parser = CommandParser(prog=PROG, description="Measure compressed KV caches on tasks: query-agnostic, resumable.")
     parser.add_argument("--version", action="version", version=f"{PROG} {__version__}")
     added = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, (add_options, summary) in OPTIONS.items():
@@ -110,6 +81,26 @@ def _export(parser: argparse.ArgumentParser) -> None:
     add("--corpus", metavar="PATH", help="text file or folder that serves as haystack")
     add("--model", metavar="NAME_OR_PATH", help="whose tokenizer measures (the packaged SmolLM2's)")
     add("-o", "--output", type=Path, required=True, metavar="FOLDER", help="where to")
+
+
+def _cost(parser: argparse.ArgumentParser) -> None:
+    """
+    Measure presses against the plain prefill and the full cache.
+
+    Seconds, milliseconds a token of all caches decoded in turn, bytes, peak memory. A speed is told only where the
+    logits are those of the reference.
+    """
+    add = parser.add_argument
+    presses = ["kvzip", "kvzip-int8", "kvzip-int4"]
+    add("--presses", nargs="+", default=presses, metavar="PRESS", help=f"beside the full cache ({' '.join(presses)})")
+    add("--ratios", nargs="+", type=ratio, default=[0.3], metavar="R", help="kept fractions (0.3)")
+    add("--lengths", nargs="+", type=positive, default=[4000, 8000], metavar="N", help="tokens (4000 8000)")
+    add("--repeats", type=positive, default=1, metavar="N", help="times are medians over them (1)")
+    add("--decode-tokens", type=positive, default=32, metavar="N", help="timed in each repetition (32)")
+    add("--corpus", metavar="PATH", help="text file or folder for the contexts (packaged essays)")
+    add("--random-model", action="store_true", help="a model of Llama-3.1-8B's shape with random weights instead")
+    add("-o", "--output", type=Path, metavar="FILE", help="write the figures as JSON, with their origin")
+    _loading_options(parser)
 
 
 def _rescore(parser: argparse.ArgumentParser) -> None:
@@ -170,6 +161,7 @@ def _session_options(parser: argparse.ArgumentParser, *, budget: str, output: Pa
     add("--engine", choices=ENGINES, default="local", help="where: in this process, or on Ray (local)")
     add("--address", metavar="ADDRESS", help="of a Ray cluster, for instance auto (start a local one)")
     add("--workers", type=positive, metavar="N", help="Ray workers (one a GPU, else one a node)")
+    parser.set_defaults(interrupted="interrupted; the same command goes on where it was")
 
 
 # Of each command: what adds its options, and says in its help what it does; its line in the list of commands
@@ -180,6 +172,7 @@ OPTIONS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], str]] = {
     "report": (_report, "write the report of a results folder"),
     "rescore": (_rescore, "judge saved answers anew"),
     "export": (_export, "write generated RULER contexts as a data set"),
+    "cost": (_cost, "measure time and memory of compressing and of decoding"),
     "tasks": (_list, "list the tasks"),
     "presses": (_list, "list the presses"),
 }

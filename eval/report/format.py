@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from ...terminal import format_table
+
 MISSING = "–"
 
 
@@ -22,11 +24,8 @@ class Table:
 
     def text(self) -> str:
         """Rows below their columns, words to the left and figures to the right."""
-        lines = [self.columns, *self.rows]
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        sides = ["<" if i < self.labels else ">" for i in range(len(widths))]
-        places = "  ".join(f"{{:{side}{width}}}" for side, width in zip(sides, widths, strict=True))
-        return "\n".join(places.format(*line).rstrip() for line in lines)
+        rows = [dict(zip(self.columns, row, strict=True)) for row in self.rows]
+        return format_table(rows, {name: "" if i < self.labels else ">" for i, name in enumerate(self.columns)})
 
     def markdown(self) -> str:
         """Title, note and rows."""

@@ -12,7 +12,8 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from ..results.folder import read_records, read_run, write_atomically
+from ...files import write_atomically
+from ..results.folder import read_records, read_run
 from ..results.record import Record
 from .cells import FULL
 from .format import Table, markdown, percent

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import tempfile
 from collections import Counter
 from collections.abc import Iterable
 from contextlib import suppress
@@ -19,6 +18,7 @@ from typing import Any, BinaryIO
 
 from filelock import FileLock
 
+from ...files import write_atomically
 from .record import Record
 
 SAMPLES = "samples.jsonl"
@@ -115,21 +115,6 @@ def _drop_torn_line(file: BinaryIO) -> None:
 
 def _lock(folder: Path) -> FileLock:
     return FileLock(folder / ".lock")
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write a file so that whoever reads it finds the old or the new one whole."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
 
 
 def read_run(folder: Path | str) -> Record:

@@ -1,4 +1,4 @@
-"""Greedy answers from a cache, full or compressed, which afterwards is as it was."""
+"""What is asked of a cache, full or compressed, which afterwards is as it was."""
 
 from __future__ import annotations
 
@@ -8,40 +8,21 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.functional import log_softmax
 from transformers import Cache, PreTrainedModel
 
 from ...cache.measure import is_compressed
+from ...decoding import forgetting, greedy, read
 from ...models import attention_modules
 
 
 @contextmanager
-def forgetting(cache: Cache) -> Iterator[None]:
-    """Drop at the end of the block what was added to the cache within it."""
-    # transformers replaces the tensors of its own layers instead of writing into them
-    saved = None if is_compressed(cache) else [dict(vars(layer)) for layer in cache.layers]
-    length = cache.get_seq_length()
-    try:
-        yield
-    finally:
-        if saved is None:
-            cache.crop(length)
-        else:
-            for layer, attributes in zip(cache.layers, saved, strict=True):
-                vars(layer).clear()
-                vars(layer).update(attributes)
-
-
-@contextmanager
-def masks_of_uneven_layers(model: PreTrainedModel, cache: Cache) -> Iterator[None]:
+def _asking(model: PreTrainedModel, cache: Cache) -> Iterator[None]:
     """
-    Cut the mask, which transformers sizes by the first layer, to each layer's own length.
+    Forget what is asked, and cut the mask, which transformers sizes by the first layer, to each layer's own length.
 
     PyramidKV keeps fewer tokens in later layers; several tokens fed at once would not fit their mask otherwise.
     """
-    lengths = {cache.get_seq_length(index) for index in range(len(cache.layers))}
-    if len(lengths) == 1 or is_compressed(cache):
-        yield
-        return
 
     def cut(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         mask = kwargs.get("attention_mask")
@@ -50,23 +31,18 @@ def masks_of_uneven_layers(model: PreTrainedModel, cache: Cache) -> Iterator[Non
             kwargs["attention_mask"] = mask[..., -columns:]
         return args, kwargs
 
-    handles = [module.register_forward_pre_hook(cut, with_kwargs=True) for module in attention_modules(model)]
+    lengths = {cache.get_seq_length(index) for index in range(len(cache.layers))}
+    uneven = len(lengths) > 1 and not is_compressed(cache)
+    modules = attention_modules(model) if uneven else []
+    handles = [module.register_forward_pre_hook(cut, with_kwargs=True) for module in modules]
     try:
-        yield
+        with forgetting(cache):
+            yield
     finally:
         for handle in handles:
             handle.remove()
 
 
-def end_tokens(model: PreTrainedModel) -> set[int]:
-    """Ids that end an answer."""
-    ids = model.generation_config.eos_token_id
-    if ids is None:
-        return set()
-    return set(ids) if isinstance(ids, list) else {ids}
-
-
-@torch.no_grad()
 def greedy_answer(
     model: PreTrainedModel,
     cache: Cache,
@@ -76,41 +52,63 @@ def greedy_answer(
     *,
     stop_at_first: bool = True,
 ) -> list[int]:
+    """The greedy answer to a question with its end token, see :func:`kvzip_press.decoding.greedy`."""
+    with _asking(model, cache):
+        return list(greedy(model, cache, question_ids, context_length, max_new_tokens, stop_at_first=stop_at_first))
+
+
+def answer_logprobs(
+    model: PreTrainedModel, cache: Cache, question_ids: torch.Tensor, answer_ids: torch.Tensor, context_length: int
+) -> torch.Tensor:
     """
-    Continue a question greedily; question and answer then leave the cache.
+    Log-probabilities at each token of an answer, which is read with its question in one forward pass.
 
     Parameters
     ----------
-    model : PreTrainedModel
-        The model.
-    cache : Cache
-        Holds a context.
-    question_ids : torch.Tensor
-        Shape (1, num_question_tokens).
+    model, cache
+        The model, and a full or compressed cache of the context.
+    question_ids, answer_ids : torch.Tensor
+        Shape (1, question_length) and (1, answer_length).
     context_length : int
-        Tokens of the context before any was evicted: positions go on from there.
-    max_new_tokens : int
-        Longest answer.
-    stop_at_first : bool
-        Whether an end token as the first one ends the answer.
+        Original length of the context, where positions go on.
 
     Returns
     -------
-    list[int]
-        The answer's tokens, its end token included.
+    torch.Tensor
+        Shape (answer_length, vocab_size), float32.
     """
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
-    ends = end_tokens(model)
-    answer: list[int] = []
-    ids, position = question_ids.to(model.device), context_length
-    with forgetting(cache), masks_of_uneven_layers(model, cache):
-        while len(answer) < max_new_tokens:
-            positions = torch.arange(position, position + ids.shape[1], device=ids.device).unsqueeze(0)
-            logits = model(input_ids=ids, past_key_values=cache, position_ids=positions, logits_to_keep=1).logits
-            position += ids.shape[1]
-            ids = logits[:, -1:].argmax(dim=-1)
-            answer.append(int(ids))
-            if answer[-1] in ends and (stop_at_first or len(answer) > 1):
-                break
-    return answer
+    ids = torch.cat([question_ids.to(model.device), answer_ids[:, :-1]], dim=1)
+    with _asking(model, cache):
+        logits = read(model, cache, ids, context_length, logits_to_keep=answer_ids.shape[1])
+    return log_softmax(logits[0].float(), dim=-1)
+
+
+def compare(reference: torch.Tensor, other: torch.Tensor, answer_ids: torch.Tensor) -> dict[str, float]:
+    """
+    How far what a cache predicts along an answer is from what the full cache does.
+
+    Parameters
+    ----------
+    reference, other : torch.Tensor
+        Log-probabilities of the full and of the other cache, shape (answer_length, vocab_size).
+    answer_ids : torch.Tensor
+        Shape (1, answer_length).
+
+    Returns
+    -------
+    dict
+        `answer_tokens`, and means over them: `kl` in nats, `agreement` (share of tokens with the same most likely
+        token), `loss` of the other cache on the answer and `added_loss`, how much above the full cache's it is.
+    """
+    # Tokens that the reference excludes (probability 0) add nothing, where 0 * inf would be nan
+    terms = torch.where(reference.isneginf(), 0.0, reference.exp() * (reference - other))
+    loss, full_loss = (
+        -float(logprobs.gather(1, answer_ids[0].unsqueeze(-1)).mean()) for logprobs in (other, reference)
+    )
+    return {
+        "answer_tokens": answer_ids.shape[1],
+        "kl": float(terms.sum(dim=-1).mean()),
+        "agreement": float((reference.argmax(dim=-1) == other.argmax(dim=-1)).float().mean()),
+        "loss": loss,
+        "added_loss": loss - full_loss,
+    }

@@ -8,13 +8,12 @@ import torch
 from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from ...prompts import PROMPTS, encode_prompts
+from ...prompts import PROMPTS, chat_affixes, encode_prompts
 from ..choices import STYLES
 from ..tasks.base import Question
 
 # arXiv 2505.23416, released code
 SYSTEM = "You are a helpful assistant."
-_SEPARATOR = "KVZIP-EVAL-SEPARATOR"
 
 
 @dataclass(frozen=True)
@@ -22,12 +21,8 @@ class OpenedContext:
     """
     A context as the model reads it, to be followed by questions.
 
-    Parameters
-    ----------
-    ids : torch.Tensor
-        Shape (1, num_tokens): what stands before the context, the context, and a question compressed with it, if any.
-    prefix_length : int
-        First tokens, which belong to the chat template and the instruction.
+    ``ids``, shape (1, num_tokens), hold what stands before the context, the context, and a question compressed with it,
+    if any. The first ``prefix_length`` belong to the chat template and the instruction.
     """
 
     chat: Chat
@@ -43,19 +38,9 @@ class OpenedContext:
 
     def question_ids(self, question: Question, *, already_read: bool = False) -> torch.Tensor:
         """
-        Token ids of a question and of what leads over to its answer.
+        Token ids of a question and of what leads over to its answer, shape (1, num_question_tokens).
 
-        Parameters
-        ----------
-        question : Question
-            The question.
-        already_read : bool
-            The question ended the context: only what leads over to the answer is left.
-
-        Returns
-        -------
-        torch.Tensor
-            Shape (1, num_question_tokens).
+        Where the question is already read, as the end of the context, only what leads over is left.
         """
         asked = "" if already_read else self.chat.question_text(self.text, question.text)
         return self.chat.encode(asked + self.suffix + question.answer_prefix)
@@ -96,19 +81,10 @@ class Chat:
         return torch.tensor([ids], dtype=torch.long)
 
     def open(self, context: str, question: Question | None = None) -> OpenedContext:
-        """
-        Open a context.
-
-        Parameters
-        ----------
-        context : str
-            The context.
-        question : Question, optional
-            Read as the end of the context, so that a press sees it.
-        """
+        """Open a context, with a question as its end if a press is to see it."""
         text = context if question is None else context + self.question_text(context, question.text)
         if self.style == "kvpress":
-            opened, suffix = self._as_kvpress(text)
+            opened, suffix = chat_affixes(self.tokenizer, text)
             ids = self.encode(opened)
             prefix = encode_prompts(PROMPTS["default"], self.tokenizer).find_prefix(ids[0].tolist())
             return OpenedContext(self, ids, prefix, text, suffix)
@@ -126,27 +102,12 @@ class Chat:
         touching = question and not question[0].isspace() and not context[-1:].isspace()
         return f"\n\n{question}" if touching else question
 
-    def _as_kvpress(self, text: str) -> tuple[str, str]:
-        if self.tokenizer.chat_template is None:
-            return (self.tokenizer.bos_token or "") + text, "\n"
-        separator = "#" * (len(text) + 10)
-        opened, suffix = self._render([{"role": "user", "content": text + separator}]).split(separator)
-        return opened, suffix
-
     def _paper_affixes(self) -> tuple[str, str]:
+        opening = f"{self.instruction}\n\n"
         if self.tokenizer.chat_template is None:
-            return f"{self.tokenizer.bos_token or ''}{self.instruction}\n\n", "\nA:"
-        content = f"{self.instruction}\n\n{_SEPARATOR}"
+            return chat_affixes(self.tokenizer, opening)[0], "\nA:"
         try:
-            rendered = self._render([{"role": "system", "content": SYSTEM}, {"role": "user", "content": content}])
+            return chat_affixes(self.tokenizer, opening, system=SYSTEM)
         except TemplateError:
             # Templates without a system role
-            rendered = self._render([{"role": "user", "content": f"{SYSTEM}\n\n{content}"}])
-        before, suffix = rendered.split(_SEPARATOR)
-        return before, suffix
-
-    def _render(self, messages: list[dict[str, str]]) -> str:
-        rendered: str = self.tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, tokenize=False, enable_thinking=False
-        )
-        return rendered
+            return chat_affixes(self.tokenizer, f"{SYSTEM}\n\n{opening}")

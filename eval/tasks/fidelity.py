@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import random
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 
 from .base import GENERATED, HUB, Question, Request, Sample, Task
-from .essays import load_texts, text_files
-from .generation import generate
+from .essays import draw_passage, load_texts, text_files
+from .generation import token_counter
 from .loading import Published, read_rows, wants_generated
 from .rows import Row
 
@@ -30,16 +30,19 @@ class Fidelity(Task):
     """
     Passages of the corpus with default questions, or your own texts with your own questions.
 
+    The request's length bounds a passage alone: by default 500 to 1,000 tokens.
+
     A folder or file of .txt files as the source gives one context a file; parquet or jsonl rows have a column `context`
     and, where the default questions don't fit, one named `questions` with a list.
     """
 
     name = "fidelity"
     family = "fidelity"
+    version = 2
     sources = (GENERATED, HUB)
 
     def load(self, request: Request) -> list[Sample]:
-        """Return 12 passages of 1,000 tokens by default, or all own texts."""
+        """Return 12 passages by default, each decided by the sum of seed and index, or all own texts."""
         if wants_generated(self, request):
             return self._passages(request)
         if request.source == HUB:
@@ -58,14 +61,15 @@ class Fidelity(Task):
         ]
 
     def _passages(self, request: Request) -> list[Sample]:
-        sentences = list(chain.from_iterable(load_texts(request.corpus)))
-
-        def make(rng: random.Random, size: int) -> tuple[str, tuple[Question, ...]]:
-            start = rng.randrange(len(sentences))
-            passage = [sentences[(start + i) % len(sentences)] for i in range(size)]
-            return " ".join(passage), _questions(QUESTIONS)
-
-        return generate(self, request, make, length=LENGTH, number=NUM_CONTEXTS)
+        count_tokens, texts = token_counter(self, request), load_texts(request.corpus)
+        length = request.length or LENGTH
+        samples = []
+        for index in range(NUM_CONTEXTS if request.limit is None else request.limit):
+            rng = random.Random(request.seed + index)
+            least = rng.randint(length // 2, max(length // 2, length - 100))
+            passage = draw_passage(texts, rng, count_tokens, least, length)
+            samples.append(Sample(str(index), " ".join(passage), _questions(QUESTIONS)))
+        return samples
 
 
 def _own_questions(row: Row) -> list[str]:

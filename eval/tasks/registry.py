@@ -16,6 +16,7 @@ FAMILIES = [
     "squad",
     "gsm8k",
     "privacy",
+    "facts",
     "fidelity",
 ]
 TASKS: dict[str, Task] = {

@@ -2,30 +2,57 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import torch
-from transformers import Cache
+from transformers import Cache, PreTrainedModel
 
+from ..models import head_dim, language_model, layer_windows, reachable_columns
 from .ragged import RaggedLayer
-from .window import WindowLayer
 
 
-def cache_nbytes(cache: Cache) -> int:
+def cache_nbytes(*held: Any) -> int:
     """
-    Bytes of the storages that a cache keeps alive, compressed or not.
+    Bytes of all storages that caches keep alive, compressed or not; each storage counts once and whole.
 
-    Storages are counted, not shapes: a slice of a tensor keeps all of it alive. A storage that several layers share
-    counts once.
+    Storages are counted, not shapes: a slice of a tensor keeps all of it alive.
+
+    Parameters
+    ----------
+    *held
+        Caches, or anything else that holds tensors in attributes, lists, tuples and dictionaries. Modules and classes
+        are not entered: a model's weights are no part of a cache.
     """
-    total, seen = 0, set()
-    for layer in cache.layers:
-        if isinstance(layer, RaggedLayer | WindowLayer):
-            total += layer.nbytes
+    storages: dict[tuple[torch.device, int], int] = {}
+    seen: set[int] = set()
+    stack = list(held)
+    while stack:
+        item = stack.pop()
+        if id(item) in seen or isinstance(item, str | bytes | type | torch.nn.Module):
             continue
-        for value in vars(layer).values():
-            if isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() not in seen:
-                seen.add(value.untyped_storage().data_ptr())
-                total += value.untyped_storage().nbytes()
-    return total
+        seen.add(id(item))
+        if isinstance(item, torch.Tensor):
+            storage = item.untyped_storage()
+            storages[storage.device, storage.data_ptr()] = storage.nbytes()
+        else:
+            stack.extend(_parts(item))
+    return sum(storages.values())
+
+
+def _parts(item: Any) -> Iterable[Any]:
+    if isinstance(item, dict):
+        return item.values()
+    if isinstance(item, list | tuple | set | frozenset):
+        return item
+    return vars(item).values() if hasattr(item, "__dict__") else ()
+
+
+def plain_nbytes(model: PreTrainedModel, num_tokens: int) -> int:
+    """Bytes of the plain cache of a context, as transformers holds it."""
+    held = sum(reachable_columns(num_tokens, window) for window in layer_windows(model))
+    heads = language_model(model).config.num_key_value_heads
+    return int(2 * held * heads * head_dim(model) * model.dtype.itemsize)
 
 
 def kept_fraction(cache: Cache) -> float:

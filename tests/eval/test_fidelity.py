@@ -1,25 +1,18 @@
-import json
+"""How far a compressed cache's predictions are from the full cache's, along the full cache's own answers."""
+
+import copy
 import math
 
 import kvpress
 import pytest
 import torch
+from eval_harness import EvaluationRun, ToyTask
+from harness import prefill
 
-from kvzip_press.eval.run import fidelity
-from kvzip_press.eval.run.fidelity import (
-    answer_logprobs,
-    compare,
-    greedy_answer,
-    layer_lengths,
-    measure_press,
-    prefill,
-)
-
-
-@pytest.fixture
-def ids(tiny):
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randint(2, 250, (1, n), generator=generator) for n in (90, 7)]
+from kvzip_press.eval.presses.budget import fit_budget
+from kvzip_press.eval.presses.registry import make_press
+from kvzip_press.eval.run.answer import answer_logprobs, compare, greedy_answer
+from kvzip_press.eval.tasks.base import Request
 
 
 def test_comparison_by_hand():
@@ -27,11 +20,9 @@ def test_comparison_by_hand():
     other = torch.tensor([[0.25, 0.75], [0.6, 0.4]]).log()
     result = compare(reference, other, torch.tensor([[0, 1]]))
     kl = 0.5 * math.log(2) + 0.5 * math.log(0.5 / 0.75) + 0.9 * math.log(0.9 / 0.6) + 0.1 * math.log(0.1 / 0.4)
-    assert result["tokens"] == 2
-    assert result["kl"] == pytest.approx(kl, abs=1e-6)
-    assert result["agree"] == 1
-    assert result["loss"] == pytest.approx(-math.log(0.25) - math.log(0.4), abs=1e-6)
-    assert result["full_loss"] == pytest.approx(-math.log(0.5) - math.log(0.1), abs=1e-6)
+    loss, full_loss = -math.log(0.25) - math.log(0.4), -math.log(0.5) - math.log(0.1)
+    expected = {"kl": kl / 2, "agreement": 0.5, "loss": loss / 2, "added_loss": (loss - full_loss) / 2}
+    assert result == pytest.approx({"answer_tokens": 2, **expected}, abs=1e-6)
 
 
 def test_excluded_tokens_add_nothing():
@@ -39,65 +30,52 @@ def test_excluded_tokens_add_nothing():
     assert compare(reference, reference, torch.tensor([[0]]))["kl"] == 0
 
 
-def test_teacher_forcing_agrees_with_decoding_and_leaves_the_cache_as_it_was(tiny, ids):
+def test_positions_go_on_from_the_original_length_when_the_cache_is_shorter(tiny):
     model, _ = tiny
-    context, question = ids
-    cache = prefill(model, context, None)
-    lengths = layer_lengths(cache)
-    answer = greedy_answer(model, cache, question, context.shape[1], 6)
-    assert layer_lengths(cache) == lengths
-    logprobs = answer_logprobs(model, cache, question, answer, context.shape[1])
-    assert layer_lengths(cache) == lengths
-    assert torch.equal(logprobs.argmax(dim=-1), answer[0])
-
-    whole = torch.cat([context, question, answer[:, :-1]], dim=1)
-    with torch.no_grad():
-        expected = model(whole).logits[0, -answer.shape[1] :].log_softmax(dim=-1)
-    torch.testing.assert_close(logprobs, expected, rtol=1e-4, atol=1e-5)
-
-
-def test_positions_go_on_from_the_original_length_when_the_cache_is_shorter(tiny, ids):
-    model, _ = tiny
-    context, question = ids
+    context, question = torch.randint(2, 250, (2, 90), generator=torch.Generator().manual_seed(1)).split(1)
     cache = prefill(model, context, kvpress.KnormPress(compression_ratio=0.5))
-    assert layer_lengths(cache) == [45] * 3
-    at = answer_logprobs(model, cache, question, question, context.shape[1])
-    elsewhere = answer_logprobs(model, cache, question, question, 45)
-    assert layer_lengths(cache) == [45] * 3
+    at, elsewhere = (answer_logprobs(model, cache, question, question, position) for position in (90, 45))
+    assert [cache.get_seq_length(index) for index in range(3)] == [45] * 3
     assert not torch.allclose(at, elsewhere, atol=1e-4)
 
 
-@pytest.mark.parametrize(("name", "ratio"), [("full", 1.0), ("kvzip", 1.0), ("kvpress-kvzip", 1.0)])
-def test_a_cache_that_lost_nothing_has_no_divergence(tiny, ids, name, ratio):
-    model, tokenizer = tiny
-    context, question = ids
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("press", "ratio"),
+    [("kvzip", 0.4), ("knorm", 0.4), ("adakv-snapkv", 0.4), ("kvpress-kvzip", 0.4), ("kvzip", 1.0), ("full", 1.0)],
+)
+def test_fidelity_is_what_it_is_by_hand(toy, tmp_path, press, ratio):
+    """From kvpress's prompts, forward passes over the whole text, and a press that keeps as many pairs as ours."""
+    model, tokenizer = toy
+    task = ToyTask("fidelity", metric="fidelity")
+    outcome = EvaluationRun(toy, tmp_path)(task, presses=(press,), ratios=(ratio,), prompt="kvpress", limit=1)
+    (sample,) = task.load(Request(limit=1))
     pipe = kvpress.KVPressTextGenerationPipeline(model=model, tokenizer=tokenizer)
-    references = fidelity._reference(model, context, [question], 5)
-    record = measure_press(pipe, context, [question], references, name, ratio)
-    assert record["kl"] == pytest.approx(0, abs=0 if name == "full" else 1e-5)
-    assert record["agree"] == record["tokens"]
-    assert record["kept"] == record["total"]
-
-
-def test_compression_is_seen(tiny, ids):
-    model, tokenizer = tiny
-    context, question = ids
-    pipe = kvpress.KVPressTextGenerationPipeline(model=model, tokenizer=tokenizer)
-    references = fidelity._reference(model, context, [question], 5)
-    record = measure_press(pipe, context, [question], references, "knorm", 0.3)
-    assert record["kl"] > 1e-5 and record["kept"] < record["total"]
-
-
-def test_run_writes_a_report_and_resumes(model_dir, text_dir, tmp_path, monkeypatch, capsys):
-    options = ["--model", str(model_dir), "--text-dir", str(text_dir), "--contexts", "2", "--min-tokens", "200"]
-    options += ["--max-tokens", "400", "--presses", "full", "kvzip", "knorm", "--ratios", "0.5", "--answer-tokens", "3"]
-    options += ["--resume", str(tmp_path / "log.jsonl"), "--output", str(tmp_path / "out.json")]
-    fidelity.main(options)
-    first = capsys.readouterr().out
-    full, kvzip, knorm = json.loads((tmp_path / "out.json").read_text())["table"]
-    assert full["KL"] == 0 and full["top-1"] == 1 and full["added loss"] == 0
-    assert kvzip["KL"] > 0 and knorm["KL"] > 0
-
-    monkeypatch.setattr(fidelity, "measure_press", lambda *args: pytest.fail("measured again"))
-    fidelity.main(options)
-    assert capsys.readouterr().out == first
+    asked = [f"\n\n{question.text}" for question in sample.questions]
+    prompt = pipe.preprocess(sample.context, asked, answer_prefix="It is", max_context_length=int(1e10))
+    context = prompt["context_ids"]
+    length = context.shape[1]
+    full = prefill(model, context)
+    answers = [torch.tensor([greedy_answer(model, full, ids, length, 4)]) for ids in prompt["questions_ids"]]
+    read = [torch.cat([ids, a[:, :-1]], dim=1) for ids, a in zip(prompt["questions_ids"], answers, strict=True)]
+    whole = [model(torch.cat([context, ids], dim=1)).logits[0] for ids in read]
+    # kvpress's masks stay on the model until the next prefill
+    compressor = make_press(press, ratio, tokenizer)
+    fit_budget(compressor, ratio, length, 1 + len("<user>"), 3, 2)
+    cache = prefill(model, context, compressor)
+    for answer, ids, logits, record in zip(answers, read, whole, outcome.records[0]["questions"], strict=True):
+        count = answer.shape[1]
+        reference = logits[-count:].log_softmax(-1)
+        assert torch.equal(reference.argmax(-1), answer[0])
+        positions = torch.arange(length, length + ids.shape[1])[None]
+        logits = model(input_ids=ids, past_key_values=copy.deepcopy(cache), position_ids=positions).logits[0]
+        other = logits[-count:].log_softmax(-1)
+        kl = torch.nn.functional.kl_div(other, reference, log_target=True, reduction="batchmean")
+        losses = [torch.nn.functional.nll_loss(each, answer[0]) for each in (other, reference)]
+        details = record["details"]
+        assert record["prediction"] == tokenizer.decode(answer[0], skip_special_tokens=True)
+        assert details["answer_tokens"] == count
+        assert details["kl"] == pytest.approx(float(kl), rel=1e-3, abs=1e-5)
+        assert details["added_loss"] == pytest.approx(float(losses[0] - losses[1]), rel=1e-3, abs=1e-4)
+        assert details["agreement"] == float((other.argmax(-1) == reference.argmax(-1)).float().mean())
+        assert (details["kl"] > 1e-5) == (ratio < 1)

@@ -169,7 +169,7 @@ def test_errors_are_one_line_with_value_and_remedy_and_come_before_any_work(eval
     [
         (["run"], "--tasks"),
         (["run", "--tasks", "toys", "-o", "x", "--ratios", "1.5"], "must be in (0, 1], got 1.5"),
-        (["run", "--tasks", "toys", "-o", "x", "--ratios", "half"], "'half' is not a number"),
+        (["run", "--tasks", "toys", "-o", "x", "--ratios", "half"], "must be a number, got 'half'"),
         (["run", "--tasks", "toys", "-o", "x", "--limit", "0"], "must be at least 1, got 0"),
         (["run", "--tasks", "toys", "-o", "x", "--shard", "3/2"], "one of 1/2 to 2/2, got 3/2"),
         (["run", "--tasks", "toys", "-o", "x", "--shard", "3"], "written I/N, as in 1/4, got '3'"),

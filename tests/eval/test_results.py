@@ -6,7 +6,8 @@ import sys
 
 import pytest
 
-from kvzip_press.eval.results.folder import SampleLog, note_run, read_records, read_run, sha256, write_atomically
+from kvzip_press.eval.results.folder import SampleLog, note_run, read_records, read_run, sha256
+from kvzip_press.files import write_atomically
 
 WRITER = """
 import sys

