@@ -32,14 +32,7 @@ class ModelOptions:
     scorer: str = "paper"
 
     def load(self) -> LocalEngine:
-        """
-        Load the model and make an engine of it.
-
-        Raises
-        ------
-        ValueError
-            If there is no such backend, or the model, its device or its head scores can't be had.
-        """
+        """Make an engine of it; ValueError if there's no such backend, model or device, or head scores can't be had."""
         check_backend(self.backend)
         logging.getLogger("kvpress").setLevel(logging.ERROR)
         transformers_logging.disable_progress_bar()

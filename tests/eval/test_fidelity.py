@@ -30,8 +30,8 @@ def test_excluded_tokens_add_nothing():
     assert compare(reference, reference, torch.tensor([[0]]))["kl"] == 0
 
 
-def test_positions_go_on_from_the_original_length_when_the_cache_is_shorter(tiny):
-    model, _ = tiny
+def test_positions_go_on_from_the_original_length_when_the_cache_is_shorter(toy):
+    model, _ = toy
     context, question = torch.randint(2, 250, (2, 90), generator=torch.Generator().manual_seed(1)).split(1)
     cache = prefill(model, context, kvpress.KnormPress(compression_ratio=0.5))
     at, elsewhere = (answer_logprobs(model, cache, question, question, position) for position in (90, 45))
