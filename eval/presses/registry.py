@@ -122,8 +122,8 @@ def make_press(
     """
     Make a press by its name in `PRESSES`, which keeps a fraction of the pairs; None for `full`.
 
-    `kvzip-head` needs head scores. Where no tokenizer is given, and always for kvpress's presses, they load it by the
-    model's name. ValueError if there is no such press or ratio, or head scores are missing.
+    Presses load the tokenizer by the model's name where none is given, those of kvpress always. ValueError if there is
+    no such press or ratio, or if it evicts whole heads and has no head scores.
     """
     check_name(name)
     if not 0 < ratio <= 1:

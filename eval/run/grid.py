@@ -78,7 +78,7 @@ class Unit:
 
 
 def find_tasks(names: Iterable[str]) -> list[tuple[Task, bool]]:
-    """Tasks by name, however its case and hyphens are, and whether each was named itself and not by its family."""
+    """Tasks by name, in any case and with hyphens or underscores, and whether each was named, not just its family."""
     plain = [name if name in TASKS else name.lower().replace("-", "_") for name in names]
     return [(task, task.name in plain) for task in get_tasks(plain)]
 
@@ -90,8 +90,7 @@ def load_samples(
     Load the samples of all tasks at all lengths, measured by a tokenizer where they are generated.
 
     Return them with their task and length, and the tasks of a family whose data could not be had, with the reason.
-    ValueError or FileNotFoundError if those of a task asked for by its own name can't be, or a question can't be
-    judged.
+    ValueError or FileNotFoundError if those of a task named itself can't be had, or a question can't be judged.
     """
     samples: list[tuple[Task, int | None, Sample]] = []
     left_out = {}

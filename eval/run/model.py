@@ -32,7 +32,7 @@ class ModelOptions:
     scorer: str = "paper"
 
     def load(self) -> LocalEngine:
-        """Make an engine of it; ValueError if there's no such backend, model or device, or head scores can't be had."""
+        """Load the model into an engine; ValueError if it, the backend, the device or the scores can't be had."""
         check_backend(self.backend)
         logging.getLogger("kvpress").setLevel(logging.ERROR)
         transformers_logging.disable_progress_bar()

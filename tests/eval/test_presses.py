@@ -6,16 +6,8 @@ import torch
 from harness import prefill
 
 from kvzip_press import HeadScores
-from kvzip_press.eval.presses.budget import (
-    N_SINK,
-    fit_budget,
-    kept_pairs,
-    kept_target,
-    prefix_length,
-    protected_length,
-    ratio_keeping,
-    ratio_removing,
-)
+from kvzip_press.eval.presses import budget
+from kvzip_press.eval.presses.budget import kept_pairs, kept_target, protected_length
 from kvzip_press.eval.presses.registry import PRESSES, check_press, make_press, press_parameters, variants
 from kvzip_press.eval.run.sweep import eager_attention
 
@@ -35,10 +27,10 @@ def context(toy):
 def test_ratios_give_the_counts_by_both_of_kvpress_formulas():
     for n in (7, 120, 90 * 1533, 90 * 8000):
         for removed in {0, 1, n // 3, n // 2, n - 1}:
-            assert int(n * ratio_removing(removed, n)) == removed
-            assert kvpress.utils.compute_n_kept(n, ratio_keeping(n - removed, n)) == n - removed
+            assert int(n * budget.ratio_removing(removed, n)) == removed
+            assert kvpress.utils.compute_n_kept(n, budget.ratio_keeping(n - removed, n)) == n - removed
     with pytest.raises(ValueError, match="0 to 6 of 7 pairs"):
-        ratio_removing(7, 7)
+        budget.ratio_removing(7, 7)
 
 
 def test_kept_target_by_hand():
@@ -48,10 +40,10 @@ def test_kept_target_by_hand():
 
 def test_prefix_is_the_template_before_the_text(toy):
     _, tokenizer = toy
-    assert prefix_length(tokenizer) == protected_length(tokenizer) == len("<user>") + 1
+    assert budget.prefix_length(tokenizer) == protected_length(tokenizer) == len("<user>") + 1
     tokenizer.chat_template = None
-    assert prefix_length(tokenizer) == 1, "the BOS token"
-    assert protected_length(tokenizer) == N_SINK == kvpress.KVzipPress().n_sink
+    assert budget.prefix_length(tokenizer) == 1, "the BOS token"
+    assert protected_length(tokenizer) == budget.N_SINK == kvpress.KVzipPress().n_sink
 
 
 def target_of(tokenizer, ratio):
@@ -64,7 +56,7 @@ def target_of(tokenizer, ratio):
 def test_baselines_keep_as_many_pairs_as_ours(toy, context, name, ratio):
     model, tokenizer = toy
     press = make_press(name, ratio, tokenizer)
-    fit_budget(press, ratio, LENGTH, protected_length(tokenizer), LAYERS, HEADS)
+    budget.fit_budget(press, ratio, LENGTH, protected_length(tokenizer), LAYERS, HEADS)
     with eager_attention(model) if PRESSES[name].eager else nullcontext():
         kept = kept_pairs(model, prefill(model, context, press))
     budgets = 0 if isinstance(press, kvpress.KVzipPress) else LAYERS * HEADS
