@@ -151,22 +151,11 @@ def measure_length(
     progress: Callable[[], Any] = lambda: None,
 ) -> list[Record]:
     """
-    Measure presses on one context: a row for each with its ratio, and one for decoding without a context.
+    Measure presses on one context, shape (1, num_tokens): a row for each with its ratio, and one without a context.
 
-    Parameters
-    ----------
-    model : PreTrainedModel
-        The model.
-    context_ids : torch.Tensor
-        Shape (1, num_tokens).
-    wanted : sequence of tuple
-        Presses and ratios; the full cache must be among them, since it is what the others are divided by.
-    make : callable
-        The press of a name and a ratio, for a number of tokens.
-    repeats, steps : int
-        Times that everything is done, of which times and peaks are medians, and tokens decoded each time.
-    progress : callable
-        Called after each compression.
+    The full cache must be among those wanted, since it is what the others are divided by. `make` gives the press of a
+    name and a ratio for a number of tokens, and `progress` is called after each. Everything is done `repeats` times,
+    of which times and peaks are medians, and `steps` tokens are decoded each time.
     """
     num_tokens = context_ids.shape[1]
     trials: dict[Variant, list[Trial]] = {variant: [] for variant in (*wanted, EMPTY)}

@@ -22,31 +22,24 @@ TEMPLATE = (
 WORDS = "river stone bright under walking seldom paper engine cloud answer winter matter open green".split()
 
 
-def save_tiny_model(folder: Path, template: str | None = TEMPLATE, seed: int = 0, window: int = 1024) -> Path:
+def save_tiny_model(folder: Path, window: int = 1024) -> Path:
     """
     A random model of 3 layers with 4 query and 2 KV heads, and a tokenizer of bytes and a few words.
 
     Its query bias lets kvpress find keys that no query attends to, as it does in real models.
     """
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    words = [f"Ġ{word}" for word in WORDS]
-    vocabulary = {token: i for i, token in enumerate(["<s>", "</s>", *alphabet])}
-    merges = []
-    for word in words:
-        for end in range(2, len(word) + 1):
-            if word[:end] not in vocabulary:
-                vocabulary[word[:end]] = len(vocabulary)
-                merges.append((word[: end - 1], word[end - 1]))
-    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
+    alphabet = ["<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    backend = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(alphabet)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
-    tokenizer.chat_template = template
+    tokenizer.add_tokens([f" {word}" for word in WORDS])
+    tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder)
 
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     config = Qwen2Config(
-        vocab_size=len(vocabulary),
+        vocab_size=len(tokenizer),
         hidden_size=64,
         intermediate_size=64,
         num_hidden_layers=3,

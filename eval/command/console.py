@@ -12,14 +12,7 @@ from ..run.sweep import Effort
 
 
 def score_tables(records: Iterable[Record]) -> str:
-    """
-    Scores of each task, of its parts, and relative to the full cache over all tasks, for each setting.
-
-    Parameters
-    ----------
-    records : iterable of dict
-        Records of a results folder.
-    """
+    """Scores of each task, of its parts, and relative to the full cache over all tasks, for each setting."""
     summary = summarise(records)
     parts = []
     for setting in summary.settings:
@@ -29,12 +22,11 @@ def score_tables(records: Iterable[Record]) -> str:
         averages = summary.averages_of(setting)
         means = {(average.press, average.ratio): f"{average.relative:.3f}" for average in averages}
         tasks = max((average.tasks for average in averages), default=0)
+        title = f"Score divided by the full cache's, mean over {tasks} tasks, by kept fraction"
         tables = [
             Table(("task", *SCORE_COLUMNS), rows, title=setting, labels=2),
             *(table for task in summary.tasks for table in question_tables(summary, setting, task)),
-            matrix(
-                summary, means, title=f"Score divided by the full cache's, mean over {tasks} tasks, by kept fraction"
-            ),
+            matrix(summary, means, title=title),
         ]
         parts += [f"{table.title}\n\n{table.text()}" for table in tables if table.rows]
     skipped = skipped_table(summary, {})

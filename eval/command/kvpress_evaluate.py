@@ -26,33 +26,17 @@ from pathlib import Path
 REGISTRY = "evaluate_registry"
 
 
-def register_presses(registry: dict) -> list[str]:
-    """
-    Add the presses of kvzip-press to kvpress's registry.
-
-    Returns
-    -------
-    list of str
-        Their names there.
-    """
+def register_presses(registry: dict) -> None:
+    """Add the presses of kvzip-press to kvpress's registry, but for the one that needs head scores."""
     from ..presses.registry import PRESSES, is_ours, make_press
     from ..results.kvpress_format import registry_name
 
     ours = [name for name in PRESSES if is_ours(name) and name != "kvzip-head"]
-    added = {registry_name(name): make_press(name, 0.5, None) for name in ours}
-    registry.update(added)
-    return list(added)
+    registry.update({registry_name(name): make_press(name, 0.5, None) for name in ours})
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """
-    Run the script.
-
-    Parameters
-    ----------
-    argv : sequence of str, optional
-        Path of kvpress's `evaluate.py`, then its options; those of the process by default.
-    """
+    """Run kvpress's `evaluate.py`, whose path comes first, with the options behind it."""
     parser = argparse.ArgumentParser(
         "kvpress_evaluate",
         description=__doc__,

@@ -17,14 +17,7 @@ ENGINES = ("local", "ray")
 
 
 def build_parser(commands: Mapping[str, Callable[[argparse.Namespace], None]]) -> CommandParser:
-    """
-    Build the parser.
-
-    Parameters
-    ----------
-    commands : Mapping
-        Function of each command by its name; parsed arguments hold theirs as `command`.
-    """
+    """Build the parser, given each command's function by its name; parsed arguments hold theirs as `command`."""
     parser = CommandParser(prog=PROG, description="Measure compressed KV caches on tasks: query-agnostic, resumable.")
     parser.add_argument("--version", action="version", version=f"{PROG} {__version__}")
     added = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -122,9 +115,8 @@ def _list(parser: argparse.ArgumentParser) -> None:
 
 def _grid_options(parser: argparse.ArgumentParser, *, ratios: list[float], prompt: str, source: str) -> None:
     add = parser.add_argument
-    add(
-        "--presses", nargs="+", default=["full", "kvzip"], metavar="PRESS", help="see `kvzip-eval presses` (full kvzip)"
-    )
+    presses = "see `kvzip-eval presses` (full kvzip)"
+    add("--presses", nargs="+", default=["full", "kvzip"], metavar="PRESS", help=presses)
     kept = f"kept fractions ({' '.join(f'{kept:g}' for kept in ratios)})"
     add("--ratios", nargs="+", type=ratio, default=ratios, metavar="R", help=kept)
     add("--prompt", choices=STYLES, default=prompt, help=f"wording, the paper's or kvpress's ({prompt})")

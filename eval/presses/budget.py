@@ -24,20 +24,7 @@ MASK = "masked_key_indices"
 
 
 def kept_target(context_length: int, protected_length: int, n_heads: int, ratio: float) -> int:
-    """
-    Pairs that kvzip-press keeps: the first tokens whole, and the fraction `ratio` of the pairs behind them.
-
-    Parameters
-    ----------
-    context_length : int
-        Tokens of the context.
-    protected_length : int
-        First tokens that are kept whole, see `protected_length`.
-    n_heads : int
-        KV heads of all layers together.
-    ratio : float
-        Kept fraction of the pairs behind them.
-    """
+    """Pairs that kvzip-press keeps: those of the protected tokens, and the fraction `ratio` of all behind them."""
     return n_heads * protected_length + round(ratio * n_heads * (context_length - protected_length))
 
 
@@ -69,19 +56,9 @@ def fit_budget(
     """
     Let a press of kvpress keep as many pairs as kvzip-press would keep of this context.
 
-    KVzip and KVgrad then keep exactly the same number of pairs; a press that gives each layer or each head the same
-    budget keeps the nearest number it can. Presses of kvzip-press are left as they are.
-
-    Parameters
-    ----------
-    press : kvpress.BasePress or None
-        The press, whose `compression_ratio` is set.
-    ratio : float
-        Kept fraction of the pairs behind the protected tokens.
-    context_length, protected_length : int
-        Tokens of the context, protected ones included, and of those.
-    num_layers, num_heads : int
-        Layers, and KV heads of each.
+    Its `compression_ratio` is set. KVzip and KVgrad then keep exactly the same number of pairs; a press that gives each
+    layer or each of its `num_heads` KV heads the same budget keeps the nearest number it can. Presses of kvzip-press
+    are left as they are.
     """
     kept = kept_target(context_length, protected_length, num_layers * num_heads, ratio)
     if isinstance(press, kvpress.PyramidKVPress):
@@ -118,16 +95,9 @@ def set_masked_indices(model: PreTrainedModel, masks: Sequence[tuple[torch.Tenso
 
 def kept_pairs(model: PreTrainedModel, cache: Cache, layers: Sequence[int] | None = None) -> int:
     """
-    Count the pairs of a cache that attention can see, the prefix's included, over all KV heads.
+    Count the pairs of a cache, in all or some layers, that attention can see, the prefix's included.
 
-    Parameters
-    ----------
-    model : PreTrainedModel
-        The model, in the state the press left it.
-    cache : Cache
-        The compressed cache, before or between questions.
-    layers : sequence of int, optional
-        Layers that count; all by default.
+    The model must be in the state in which the press left it.
     """
     kept, masks = 0, masked_indices(model)
     for index in range(len(cache.layers)) if layers is None else layers:

@@ -120,25 +120,10 @@ def make_press(
     backend: str = "auto",
 ) -> kvpress.BasePress | None:
     """
-    Make a press by its name; None for `full`, which compresses nothing.
+    Make a press by its name in `PRESSES`, which keeps a fraction of the pairs; None for `full`.
 
-    Parameters
-    ----------
-    name : str
-        A name in `PRESSES`.
-    ratio : float
-        Kept fraction of the KV pairs.
-    tokenizer : PreTrainedTokenizerBase, optional
-        The model's; presses load it by the model's name where it is not given, those of kvpress always.
-    head_scores : HeadScores, optional
-        For presses of kvzip-press that evict whole heads.
-    backend : str
-        Kernels of kvzip-press's presses, see :class:`kvzip_press.KVzipPress`.
-
-    Raises
-    ------
-    ValueError
-        If there is no such press or ratio, or it needs head scores and has none.
+    Presses load the tokenizer by the model's name where none is given, those of kvpress always. ValueError if there is
+    no such press or ratio, or if it evicts whole heads and has no head scores.
     """
     check_name(name)
     if not 0 < ratio <= 1:
@@ -160,14 +145,7 @@ def check_name(name: str) -> str:
 
 
 def check_press(press: kvpress.BasePress | None, model: PreTrainedModel) -> None:
-    """
-    Refuse, before any work, a press that can't run on this model.
-
-    Raises
-    ------
-    ValueError
-        The message names the remedy.
-    """
+    """Refuse, before any work, a press that can't run on this model: ValueError with the remedy."""
     if isinstance(press, KVzipPress):
         press.compressor(model)
     if isinstance(press, kvpress.DuoAttentionPress) and model.config.name_or_path not in PATTERNS_DICT:

@@ -48,14 +48,7 @@ def mean_score(questions: list[Record]) -> float | None:
 
 
 def check_whole(record: Record) -> None:
-    """
-    Refuse what is not a record of an evaluation.
-
-    Raises
-    ------
-    ValueError
-        If it lacks a part.
-    """
+    """Refuse what is not a record of an evaluation: ValueError with the parts that it lacks."""
     missing = [name for name in REQUIRED if name not in record]
     if missing:
         raise ValueError(

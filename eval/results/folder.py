@@ -35,12 +35,8 @@ def read_records(folder: Path | str) -> list[Record]:
     """
     Records of a results folder in the order they were written, the last of each key only.
 
-    Raises
-    ------
-    FileNotFoundError
-        If there are none.
-    ValueError
-        If a line is damaged. A torn last line, of a run that was killed while it wrote, is left out.
+    FileNotFoundError if there are none, ValueError if a line is damaged. A torn last line, of a run that was killed
+    while it wrote, is left out.
     """
     file = Path(folder) / SAMPLES
     if not file.is_file():
@@ -59,19 +55,9 @@ def read_records(folder: Path | str) -> list[Record]:
 
 class SampleLog:
     """
-    The records of a folder, by key, to which finished ones are appended.
+    The `records` of a folder, by key in the order they were written, to which finished ones are appended.
 
-    A record is on the disk when `add` returns. Several processes may append to one folder.
-
-    Parameters
-    ----------
-    folder : Path or str
-        Made if missing.
-
-    Attributes
-    ----------
-    records : dict
-        By key, in the order they were written.
+    The folder is made if missing. A record is on the disk when `add` returns. Several processes may append to a folder.
     """
 
     def __init__(self, folder: Path | str) -> None:
@@ -118,14 +104,7 @@ def _lock(folder: Path) -> FileLock:
 
 
 def read_run(folder: Path | str) -> Record:
-    """
-    Return what `note_run` wrote, empty if there is none.
-
-    Raises
-    ------
-    ValueError
-        If the file is damaged.
-    """
+    """Return what `note_run` wrote, empty if there is none; ValueError if the file is damaged."""
     file, run = Path(folder) / RUN, None
     if not file.is_file():
         return {}
@@ -143,18 +122,9 @@ def note_run(
     left_out: dict[str, str] | None = None,
 ) -> None:
     """
-    Write where the latest records come from.
+    Write where the latest records come from: versions, model, machine, arguments.
 
-    Parameters
-    ----------
-    folder : Path or str
-        The results folder.
-    provenance : dict
-        Versions, model, machine, arguments.
-    saved : dict, optional
-        Counts of the sweep, added to those of earlier runs into the folder.
-    left_out : dict, optional
-        Tasks that could not be had, with the reason, beside those of earlier runs.
+    To those of earlier runs into the folder are added the sweep's counts, and tasks left out, with the reason.
     """
     path = Path(folder)
     with _lock(path):

@@ -46,22 +46,11 @@ def registry_name(press: str) -> str:
 
 def write_folders(records: Iterable[Record], output: Path) -> list[Path]:
     """
-    Write a folder for each model, length, press and ratio that was measured on RULER.
+    Write a folder for each model, length, press and ratio that was measured on RULER, over one of the same name.
 
     Beside kvpress's three files there is `kvzip_eval.json`, which says what those can't: where the data come from, how
-    the budget was counted, what was skipped.
-
-    Parameters
-    ----------
-    records : iterable of dict
-        Records of a results folder; those of other tasks and of the protocol `reuse` are left out.
-    output : Path
-        Made if missing. Folders of the same name are written over.
-
-    Raises
-    ------
-    ValueError
-        If no record can be written so.
+    the budget was counted, what was skipped. Records of other tasks and of the protocol `reuse` are left out;
+    ValueError if there are no others, or one folder would have to hold what is not alike.
     """
     groups: dict[tuple[str, ...], list[Record]] = {}
     for record in records:
@@ -178,16 +167,9 @@ def _more(records: list[Record]) -> dict[str, Any]:
 
 def write_dataset(samples: Mapping[str, Iterable[Sample]], folder: Path, length: int) -> Path:
     """
-    Write samples of RULER as `datasets.load_dataset(folder, data_dir=str(length), split="test")` reads them.
+    Write samples of RULER, given by task, as `load_dataset(folder, data_dir=str(length), split="test")` reads them.
 
-    Parameters
-    ----------
-    samples : Mapping
-        Samples by the name of their task.
-    folder : Path
-        Made if missing.
-    length : int
-        Their length in tokens, which names the data directory.
+    Their length in tokens names the data directory; folders are made if missing.
     """
     rows = [
         {

@@ -63,19 +63,8 @@ def answer_logprobs(
     """
     Log-probabilities at each token of an answer, which is read with its question in one forward pass.
 
-    Parameters
-    ----------
-    model, cache
-        The model, and a full or compressed cache of the context.
-    question_ids, answer_ids : torch.Tensor
-        Shape (1, question_length) and (1, answer_length).
-    context_length : int
-        Original length of the context, where positions go on.
-
-    Returns
-    -------
-    torch.Tensor
-        Shape (answer_length, vocab_size), float32.
+    Of ids of shape (1, question_length) and (1, answer_length) they have shape (answer_length, vocab_size) and are
+    float32. Positions go on from `context_length`, the original length of the context.
     """
     ids = torch.cat([question_ids.to(model.device), answer_ids[:, :-1]], dim=1)
     with _asking(model, cache):
@@ -87,18 +76,9 @@ def compare(reference: torch.Tensor, other: torch.Tensor, answer_ids: torch.Tens
     """
     How far what a cache predicts along an answer is from what the full cache does.
 
-    Parameters
-    ----------
-    reference, other : torch.Tensor
-        Log-probabilities of the full and of the other cache, shape (answer_length, vocab_size).
-    answer_ids : torch.Tensor
-        Shape (1, answer_length).
-
-    Returns
-    -------
-    dict
-        `answer_tokens`, and means over them: `kl` in nats, `agreement` (share of tokens with the same most likely
-        token), `loss` of the other cache on the answer and `added_loss`, how much above the full cache's it is.
+    Of their log-probabilities, shape (answer_length, vocab_size), and the answer's ids, shape (1, answer_length):
+    `answer_tokens`, and means over them: `kl` in nats, `agreement` (share of tokens with the same most likely token),
+    `loss` of the other cache on the answer and `added_loss`, how much above the full cache's it is.
     """
     # Tokens that the reference excludes (probability 0) add nothing, where 0 * inf would be nan
     terms = torch.where(reference.isneginf(), 0.0, reference.exp() * (reference - other))

@@ -48,23 +48,13 @@ class OpenedContext:
 
 @dataclass(frozen=True)
 class Chat:
-    """
-    A wording, for one model.
+    """A wording, for one model."""
 
-    Parameters
-    ----------
-    tokenizer : PreTrainedTokenizerBase
-        Its chat template is used; without one the text is read raw, behind the BOS token if there is one.
-    style : str
-        ``"paper"``: system prompt, instruction and context, then ``Q: ...`` for each question (arXiv 2505.23416).
-        ``"kvpress"``: the ids that kvpress's pipeline makes of the same context, question and answer prefix.
-    instruction : str
-        The paper's sentence in front of the context.
-    """
-
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: PreTrainedTokenizerBase  # without a chat template the text is read raw, behind the BOS token if any
+    # ``"paper"``: system prompt, instruction and context, then ``Q: ...`` for each question (arXiv 2505.23416).
+    # ``"kvpress"``: the ids that kvpress's pipeline makes of the same context, question and answer prefix.
     style: str
-    instruction: str
+    instruction: str  # the paper's sentence in front of the context
 
     def __post_init__(self) -> None:
         if self.style not in STYLES:

@@ -20,8 +20,6 @@ logger = logging.getLogger(__name__)
 RETRIES = 3
 # Seconds that workers may take to come up before it is said that some are not
 PATIENCE = 60.0
-# What knows the records, the tokenizer, and the provenance
-Described = tuple[Identifier, Any, Record]
 
 
 class Worker:
@@ -31,8 +29,8 @@ class Worker:
     It is loaded by a method, as Ray keeps no more than the text of an error that a constructor raises.
     """
 
-    def load(self, options: ModelOptions) -> Described:
-        """Load a model, and describe it."""
+    def load(self, options: ModelOptions) -> tuple[Identifier, Any, Record]:
+        """Load a model, and return what knows the records, the tokenizer, and the provenance."""
         self.engine = engine = options.load()
         return engine.identifier, engine.tokenizer, engine.provenance
 
@@ -51,27 +49,13 @@ class RayEngine:
     """
     Spreads units over the workers that are up; a unit whose worker is lost goes to another one.
 
-    Workers that the cluster has no room for yet take part once it has.
+    Every worker loads the model. One that the cluster has no room for yet takes part once it has. `address` is that of
+    an existing cluster, as in ``ray.init``; by default a local one is started. There are as many workers as told, else
+    one a GPU, or one a node where there are no GPUs.
 
-    Parameters
-    ----------
-    options : ModelOptions
-        The model, which every worker loads.
-    address : str, optional
-        Of an existing cluster, as in ``ray.init``; a local one is started by default.
-    workers : int, optional
-        Number of workers. By default one a GPU, or one a node where there are none.
-
-    Raises
-    ------
-    ImportError
-        If Ray is not installed.
-    ValueError
-        If the cluster can't be reached, or is too small for a worker.
-    ConnectionError
-        If workers were lost time and again, while they loaded the model or measured a unit.
-    Exception
-        What a worker raised.
+    ImportError if Ray is not installed, ValueError if the cluster can't be reached or is too small for a worker,
+    ConnectionError if workers were lost time and again, while they loaded the model or measured a unit; what a worker
+    raised is raised.
     """
 
     def __init__(self, options: ModelOptions, *, address: str | None = None, workers: int | None = None) -> None:
@@ -97,13 +81,11 @@ class RayEngine:
             nodes = self._find_room()
             for _ in range(workers or self._gpus or nodes):
                 self._start()
-            described = None
-            while described is None:
-                described = self._admit(self._first(list(self._starting)))
+            while self._admit(self._first(list(self._starting))) is None:
+                pass
         except BaseException:
             self.close()
             raise
-        self.identifier, self.tokenizer, self.provenance = described
 
     def _find_room(self) -> int:
         """Return the number of nodes that can hold a worker; refuse a cluster without any."""
@@ -123,11 +105,11 @@ class RayEngine:
         self._starting[actor.load.remote(self._options)] = actor
         self._deadline = time.monotonic() + PATIENCE
 
-    def _admit(self, loaded: Any) -> Described | None:
-        """Take a worker that has loaded its model, and return what it says; replace one that was lost."""
+    def _admit(self, loaded: Any) -> Any:
+        """Return a worker that has loaded its model, and note what it told; None and another one if it was lost."""
         actor = self._starting.pop(loaded)
         try:
-            described: Described = self._answer(loaded)
+            self.identifier, self.tokenizer, self.provenance = self._answer(loaded)
         except self._ray.exceptions.RayActorError as error:
             self._lost_starting += 1
             if self._lost_starting > RETRIES:
@@ -137,7 +119,7 @@ class RayEngine:
             self._replace(actor)
             return None
         self._lost_starting = 0
-        return described
+        return actor
 
     def _replace(self, lost: Any) -> None:
         self._actors.remove(lost)
@@ -191,8 +173,7 @@ class RayEngine:
                 running[actor.measure.remote(unit)] = (actor, number, unit)
             done = self._first([*(self._starting if waiting else ()), *running])
             if done in self._starting:
-                actor = self._starting[done]
-                if self._admit(done) is not None:
+                if (actor := self._admit(done)) is not None:
                     idle.append(actor)
                 continue
             actor, number, unit = running.pop(done)

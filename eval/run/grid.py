@@ -78,11 +78,7 @@ class Unit:
 
 
 def find_tasks(names: Iterable[str]) -> list[tuple[Task, bool]]:
-    """
-    Return tasks by name, and whether each was named itself and not by its family.
-
-    Hyphens and underscores, upper and lower case are alike.
-    """
+    """Tasks by name, in any case and with hyphens or underscores, and whether each was named, not just its family."""
     plain = [name if name in TASKS else name.lower().replace("-", "_") for name in names]
     return [(task, task.name in plain) for task in get_tasks(plain)]
 
@@ -91,26 +87,10 @@ def load_samples(
     grid: Grid, tokenizer: Any, *, progress: bool = True
 ) -> tuple[list[tuple[Task, int | None, Sample]], dict[str, str]]:
     """
-    Load the samples of all tasks at all lengths.
+    Load the samples of all tasks at all lengths, measured by a tokenizer where they are generated.
 
-    Parameters
-    ----------
-    grid : Grid
-        Which samples are wanted.
-    tokenizer : PreTrainedTokenizerBase
-        Measures generated contexts.
-    progress : bool
-        Show a progress bar.
-
-    Returns
-    -------
-    tuple
-        Samples with their task and length, and tasks of a family whose data could not be had, with the reason.
-
-    Raises
-    ------
-    ValueError, FileNotFoundError
-        If the data of a task asked for by its own name can't be had, or a question can't be judged.
+    Return them with their task and length, and the tasks of a family whose data could not be had, with the reason.
+    ValueError or FileNotFoundError if those of a task named itself can't be had, or a question can't be judged.
     """
     samples: list[tuple[Task, int | None, Sample]] = []
     left_out = {}

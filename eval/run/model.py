@@ -32,14 +32,7 @@ class ModelOptions:
     scorer: str = "paper"
 
     def load(self) -> LocalEngine:
-        """
-        Load the model and make an engine of it.
-
-        Raises
-        ------
-        ValueError
-            If there is no such backend, or the model, its device or its head scores can't be had.
-        """
+        """Load the model into an engine; ValueError if it, the backend, the device or the scores can't be had."""
         check_backend(self.backend)
         logging.getLogger("kvpress").setLevel(logging.ERROR)
         transformers_logging.disable_progress_bar()

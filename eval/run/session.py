@@ -21,35 +21,17 @@ from .grid import Grid, Unit, load_samples, make_units
 
 @dataclass(frozen=True)
 class Outcome:
-    """
-    What a run has done.
+    """What a run has done."""
 
-    It holds all records of the grid; how many cells were measured now, found finished, and judged anew from saved
-    answers; and the tasks of a family that could not be had, with the reason.
-    """
-
-    records: list[Record]
-    measured: int
-    found: int
-    rescored: int
-    left_out: dict[str, str]
+    records: list[Record]  # all of the grid
+    measured: int  # cells measured now
+    found: int  # found finished
+    rescored: int  # judged anew from saved answers
+    left_out: dict[str, str]  # tasks of a family that could not be had, with the reason
 
 
 class Session:
-    """
-    An engine and a results folder.
-
-    Parameters
-    ----------
-    engine : LocalEngine or RayEngine
-        Measures.
-    folder : Path
-        Of the results; made if missing.
-    arguments : dict, optional
-        Of the command, noted in the folder.
-    progress : bool
-        Show progress bars, with the time left.
-    """
+    """An engine and a results folder, which is made if missing, and where the command's arguments are noted."""
 
     def __init__(
         self,
@@ -76,10 +58,7 @@ class Session:
         """
         Measure what of some grids is not finished; what the sweep saved is noted with each record.
 
-        Raises
-        ------
-        ValueError
-            If a press can't run, or there is no context to measure on.
+        ValueError if a press can't run, or there is no context to measure on.
         """
         names = dict.fromkeys(name for grid in grids for name in grid.presses if name != FULL)
         self.engine.check(list(names))
@@ -103,8 +82,8 @@ class Session:
                     bar.set_postfix_str("{task} {press} {ratio:g}".format(**record), refresh=False)
                     bar.update()
         self._note(left_out)
-        finished = (self.log.records.get(key) for of_unit in keys for key in of_unit.values())
-        records = [record for record in finished if record is not None]
+        cells = self.log.records
+        records = [cells[key] for of_unit in keys for key in of_unit.values() if key in cells]
         return Outcome(records, measured, len(records) - measured - judged, judged, left_out)
 
     def _units(self, grids: Sequence[Grid]) -> tuple[list[Unit], dict[str, str]]:
@@ -135,10 +114,9 @@ class Session:
         for variant, key in keys.items():
             if key not in self.log.records:
                 identity = self.engine.identifier.identity(unit, variant)
-                others = (self.log.records.get(key_of(identity, scorer=scorer)) for scorer in SCORERS)
-                saved = next((record for record in others if record is not None and not failed(record)), None)
-                if saved is not None:
-                    self.log.add(rescored(saved, identity["scorer"]))
+                others = (key_of(identity, scorer=scorer) for scorer in SCORERS)
+                if (saved := next(filter(self._finished, others), None)) is not None:
+                    self.log.add(rescored(self.log.records[saved], identity["scorer"]))
                     judged += 1
         return judged
 

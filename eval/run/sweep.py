@@ -88,18 +88,10 @@ def _failing() -> Iterator[None]:
 
 class ContextSweep:
     """
-    Compresses one context in many ways.
+    Compresses one context in many ways, and counts up the effort; head scores and backend as in `make_press`.
 
-    Parameters
-    ----------
-    model, context
-        The model, and the :class:`OpenedContext` that it reads.
-    effort : Effort
-        Counted up.
-    budget : str
-        ``"equal"``: kvpress's presses keep as many pairs as kvzip-press's; ``"plain"``: what they make of the fraction.
-    head_scores, backend
-        See :func:`kvzip_press.eval.presses.registry.make_press`.
+    With the budget ``"equal"`` kvpress's presses keep as many pairs as kvzip-press's; with ``"plain"`` what they make
+    of the fraction.
     """
 
     def __init__(
@@ -172,7 +164,9 @@ class ContextSweep:
                 yield variant, self._swept(full, seconds, None)
                 continue
             compressor = self._with_prefix(press).compressor(self.model)
-            copied = _shared_copy(full)
+            # The same tensors in layers that can be replaced one by one
+            copied = DynamicCache()
+            copied.layers = [copy(layer) for layer in full.layers]
             prefilled = PrefilledContext(copied, ids, None, [0], [ids.shape[1]])
             if scoring:
                 self.effort.replays_alone += 1
@@ -252,13 +246,6 @@ def _scoring(press: KVzipPress | None) -> tuple:
 
 def _prompts(press: KVzipPress) -> ReplayPrompts:
     return PROMPTS[press.prompts] if isinstance(press.prompts, str) else press.prompts
-
-
-def _shared_copy(cache: Cache) -> Cache:
-    """Return a cache of the same tensors, whose layers can be replaced one by one."""
-    twin = DynamicCache()
-    twin.layers = [copy(layer) for layer in cache.layers]
-    return twin
 
 
 @contextmanager

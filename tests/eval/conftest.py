@@ -1,26 +1,11 @@
-"""Tiny random models in folders, one with a system prompt, and artificial texts: no download, no waiting."""
+"""A tiny random model in a folder, and artificial texts: no download, no waiting."""
 
 import random
 
 import pytest
-from eval_harness import save_tiny_model
+from eval_harness import WORDS, save_tiny_model
 
 from kvzip_press import load_model
-
-TEMPLATE = (
-    "<s>system: help\n{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
-    "{% if add_generation_prompt %}assistant: {% endif %}"
-)
-
-
-@pytest.fixture(scope="session")
-def model_dir(tmp_path_factory):
-    return save_tiny_model(tmp_path_factory.mktemp("tiny"), TEMPLATE)
-
-
-@pytest.fixture
-def tiny(model_dir):
-    return load_model(str(model_dir))
 
 
 @pytest.fixture(scope="session")
@@ -37,8 +22,7 @@ def toy(toy_dir):
 @pytest.fixture(scope="session")
 def texts():
     rng = random.Random(7)
-    words = "river stone bright under walking seldom paper engine cloud answer winter matter open".split()
-    return [[" ".join(rng.choices(words, k=rng.randint(4, 12))) + "." for _ in range(400)] for _ in range(3)]
+    return [[" ".join(rng.choices(WORDS[:-1], k=rng.randint(4, 12))) + "." for _ in range(400)] for _ in range(3)]
 
 
 @pytest.fixture(scope="session")

@@ -22,21 +22,17 @@ def decode(tokenizer, ids):
 @pytest.mark.parametrize("template", [True, False])
 @pytest.mark.parametrize("context", [CONTEXT, "  leading space", "ends in a #", "", "a##########b"])
 @pytest.mark.parametrize("prefix", ["", " The answer is"])
-def test_the_kvpress_style_gives_the_ids_of_kvpress_pipeline(smollm2, template, context, prefix):
+def test_the_kvpress_style_gives_the_ids_of_kvpress_pipeline(smollm2, monkeypatch, template, context, prefix):
     model, tokenizer = smollm2
-    whole = tokenizer.chat_template
-    try:
-        if not template:
-            tokenizer.chat_template = None
-        pipe = kvpress.KVPressTextGenerationPipeline(model=model, tokenizer=tokenizer)
-        texts = ["\nWhere does Ben live?", "\n\nAnd Anna?", ""]
-        theirs = pipe.preprocess(context, texts, answer_prefix=prefix, max_context_length=int(1e10))
-        opened = Chat(tokenizer, "kvpress", INSTRUCTION).open(context)
-        assert torch.equal(opened.ids, theirs["context_ids"].long())
-        for text, ids in zip(texts, theirs["questions_ids"], strict=True):
-            assert torch.equal(opened.question_ids(question(text, prefix)), ids)
-    finally:
-        tokenizer.chat_template = whole
+    if not template:
+        monkeypatch.setattr(tokenizer, "chat_template", None)
+    pipe = kvpress.KVPressTextGenerationPipeline(model=model, tokenizer=tokenizer)
+    texts = ["\nWhere does Ben live?", "\n\nAnd Anna?", ""]
+    theirs = pipe.preprocess(context, texts, answer_prefix=prefix, max_context_length=int(1e10))
+    opened = Chat(tokenizer, "kvpress", INSTRUCTION).open(context)
+    assert torch.equal(opened.ids, theirs["context_ids"].long())
+    for text, ids in zip(texts, theirs["questions_ids"], strict=True):
+        assert torch.equal(opened.question_ids(question(text, prefix)), ids)
 
 
 @pytest.mark.peer

@@ -48,25 +48,25 @@ def test_freed_memory_that_the_heap_keeps_does_not_count():
         mallopt(m_mmap_max, 65536)
 
 
-def test_contexts_have_the_length_asked_for(tiny, tmp_path):
-    _, tokenizer = tiny
+def test_contexts_have_the_length_asked_for(toy, tmp_path):
+    _, tokenizer = toy
     corpus = tmp_path / "short.txt"
     corpus.write_text("Short text.")
     ids = cost.context_of(str(corpus), tokenizer, 500)
     assert ids.shape == (1, 500)
-    assert tokenizer.decode(ids[0]).startswith("<s>system: help\nuser: Short text.\n\nShort text.")
+    assert tokenizer.decode(ids[0]).startswith("<s><user>Short text.\n\nShort text.")
     assert torch.equal(ids[:, :300], cost.context_of(str(corpus), tokenizer, 300))
     with pytest.raises(ValueError, match="must be above"):
         cost.context_of(str(corpus), tokenizer, 5)
 
 
-def test_each_cache_is_decoded_under_its_own_masks(tiny, text_dir):
+def test_each_cache_is_decoded_under_its_own_masks(toy, text_dir):
     """kvpress keeps its mask on the model: decoding another cache under it would overwrite that cache's keys."""
-    model, tokenizer = tiny
+    model, tokenizer = toy
     ids = cost.context_of(str(text_dir), tokenizer, 150)
     full = cost.compress(model, ids, None)
     masked = cost.compress(model, ids, make_press("kvpress-kvzip", 0.5, tokenizer))
-    assert masked.kept < full.kept == 1 and masked.nbytes > full.nbytes == 150 * 6 * 2 * 8 * 4
+    assert masked.kept < full.kept == 1 and masked.nbytes > full.nbytes == 150 * 6 * 2 * 16 * 4
     before = [layer.keys.clone() for layer in full.cache.layers]
     cost.decode_interleaved(model, [full, masked], 3)
     for layer, keys in zip(full.cache.layers, before, strict=True):
@@ -75,8 +75,8 @@ def test_each_cache_is_decoded_under_its_own_masks(tiny, text_dir):
     assert masked_indices(model) == [None] * 3
 
 
-def test_logits_are_held_against_the_reference(tiny, text_dir, monkeypatch):
-    model, tokenizer = tiny
+def test_logits_are_held_against_the_reference(toy, text_dir, monkeypatch):
+    model, tokenizer = toy
     ids = cost.context_of(str(text_dir), tokenizer, 150)
     assert cost.compress(model, ids, None).logits_off is None
     trial = cost.compress(model, ids, make_press("kvzip-int8", 0.5, tokenizer))
@@ -84,26 +84,21 @@ def test_logits_are_held_against_the_reference(tiny, text_dir, monkeypatch):
     assert trial.cache.get_seq_length() == 150
     assert {layer.backend for layer in trial.cache.layers} == {"auto"}
     attend = RaggedLayer.attend
-    monkeypatch.setattr(
-        RaggedLayer, "attend", lambda layer, *args: attend(layer, *args) * (1 + (layer.backend == "auto"))
-    )
+
+    def doubled(layer, *args, **options):
+        return attend(layer, *args, **options) * (1 + (layer.backend == "auto"))
+
+    monkeypatch.setattr(RaggedLayer, "attend", doubled)
     assert cost.logits_off(model, trial.cache) > 0.01
 
 
 @pytest.fixture
-def run(model_dir, text_dir, tmp_path, capsys):
+def run(toy_dir, text_dir, tmp_path, capsys):
     def run(*arguments):
-        options = [
-            "--model",
-            str(model_dir),
-            "--corpus",
-            str(text_dir),
-            "--quiet",
-            "-o",
-            str(tmp_path / "a" / "out.json"),
-        ]
+        file = tmp_path / "a" / "out.json"
+        options = ["--model", str(toy_dir), "--corpus", str(text_dir), "--quiet", "-o", str(file)]
         status = main(["cost", *options, "--ratios", "0.5", "--decode-tokens", "3", *arguments])
-        rows = json.loads((tmp_path / "a" / "out.json").read_text())["table"] if status == 0 else None
+        rows = json.loads(file.read_text())["table"] if status == 0 else None
         return status, rows, capsys.readouterr()
 
     return run
@@ -142,5 +137,5 @@ def test_a_random_model_takes_the_place_of_the_loaded_one(run, monkeypatch):
 
 
 def test_contexts_beyond_the_model_are_refused(run):
-    status, _, printed = run("--lengths", "2045", "--presses", "kvzip")
-    assert status == 2 and "lengths must be at most 2044: the model takes 2048 tokens, 4 are decoded" in printed.err
+    status, _, printed = run("--lengths", "1021", "--presses", "kvzip")
+    assert status == 2 and "lengths must be at most 1020: the model takes 1024 tokens, 4 are decoded" in printed.err

@@ -88,9 +88,8 @@ def test_folders_hold_what_kvpress_writes(measured):
     ]
     folder = folder_of(measured, "kvzip_press")
     rows = pd.read_csv(folder / "predictions.csv")
-    assert list(rows.columns) == [
-        *("question", "answer_prefix", "answer", "task", "max_new_tokens", "predicted_answer", "compression_ratio"),
-    ]
+    names = "question answer_prefix answer task max_new_tokens predicted_answer compression_ratio"
+    assert list(rows.columns) == names.split()
     assert len(rows) == 4 and set(rows["compression_ratio"]) == {0.5}
     metrics = json.loads((folder / "metrics.json").read_text())
     assert list(metrics) == ["niah_single_1", "vt"]
@@ -133,7 +132,7 @@ def test_the_last_of_some_shards_writes_what_an_unsharded_run_would(model_dir, d
     command += ["--presses", "kvzip", "--ratios", "0.5", "-o", str(tmp_path)]
     for shard in ("1/2", "2/2"):
         assert kvzip_eval([*command, "--shard", shard]) == 0
-    folders = (folder_of(results, "kvzip_press", "0.50") for results in (tmp_path, measured))
+    folders = (folder_of(results, "kvzip_press") for results in (tmp_path, measured))
     ours, whole = (pd.read_csv(folder / "predictions.csv").sort_values(["task", "question"]) for folder in folders)
     pd.testing.assert_frame_equal(ours.reset_index(drop=True), whole.reset_index(drop=True))
 
@@ -156,24 +155,16 @@ def test_samples_are_needed(tmp_path):
         write_dataset({}, tmp_path, 4096)
     sample = Sample("0", "context", (Question("q", ("a", "b"), "ruler_all", 3, "prefix"),))
     rows = pd.read_parquet(write_dataset({"ruler_vt": [sample]}, tmp_path, 4096))
-    assert rows.iloc[0].to_dict() | {"answer": list(rows["answer"][0])} == {
-        "context": "context",
-        "question": "q",
-        "answer_prefix": "prefix",
-        "answer": ["a", "b"],
-        "task": "vt",
-        "max_new_tokens": 3,
-    }
+    context, asked, prefix, answers, *others = rows.iloc[0]
+    assert (context, asked, prefix, list(answers), others) == ("context", "q", "prefix", ["a", "b"], ["vt", 3])
 
 
 def test_names_in_the_registry_are_distinct_and_never_kvpress_own_for_ours():
     names = {press: registry_name(press) for press in PRESSES}
     assert len(set(names.values())) == len(names)
-    assert names["kvzip"] == "kvzip_press"
-    assert names["kvzip-l2-pair-layer"] == "kvzip_press_l2_pair_layer"
-    assert names["kvpress-kvzip"] == "kvzip"
-    ours = [name for press, name in names.items() if press.startswith("kvzip")]
-    assert all(name.startswith("kvzip_press") for name in ours)
+    known = {"kvzip": "kvzip_press", "kvzip-l2-pair-layer": "kvzip_press_l2_pair_layer", "kvpress-kvzip": "kvzip"}
+    assert known.items() <= names.items()
+    assert all(name.startswith("kvzip_press") for press, name in names.items() if press.startswith("kvzip"))
 
 
 def test_commands_are_written_as_they_would_be_typed():
@@ -189,10 +180,9 @@ def test_commands_are_written_as_they_would_be_typed():
 
 def test_all_of_ours_are_registered_but_heads():
     registry = {}
-    added = register_presses(registry)
-    assert set(added) == set(registry)
+    register_presses(registry)
     assert registry["kvzip_press_pair_layer"].level == "pair-layer"
-    assert len(added) == sum(press.startswith("kvzip") for press in PRESSES) - 1
+    assert len(registry) == sum(press.startswith("kvzip") for press in PRESSES) - 1
 
 
 @pytest.mark.parametrize("path", ["missing/evaluate.py", __file__])
@@ -220,15 +210,8 @@ def test_a_script_gets_its_own_options_our_presses_and_the_data(tmp_path, monkey
 def run_theirs(model_dir, data, output, press, removed):
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "kvzip_press.eval.command.kvpress_evaluate", str(SCRIPT), f"--data_folder={data}"]
-    options = {
-        "dataset": "ruler",
-        "data_dir": LENGTH,
-        "model": model_dir,
-        "device": "cpu",
-        "press_name": press,
-        "compression_ratio": removed,
-        "output_dir": output,
-    }
+    options = {"dataset": "ruler", "data_dir": LENGTH, "model": model_dir, "device": "cpu", "press_name": press}
+    options |= {"compression_ratio": removed, "output_dir": output}
     command += [f"--{name}={value}" for name, value in options.items()]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=output.parent)
     assert done.returncode == 0, done.stderr[-3000:]

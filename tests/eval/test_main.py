@@ -25,11 +25,11 @@ def toys(monkeypatch):
 
 @pytest.fixture
 def evaluate(toys, toy_dir, tmp_path, capsys):
-    """Runs the command on the toy model, and gives its status and what it printed."""
+    """Runs the command on the toy model, expects its status, and gives what it printed."""
 
-    def run(*arguments):
-        status = main([str(argument) for argument in arguments])
-        return status, capsys.readouterr()
+    def run(*arguments, status=0):
+        assert main([str(argument) for argument in arguments]) == status
+        return capsys.readouterr()
 
     run.results = tmp_path / "results"
     run.model = ["--model", toy_dir, "-o", run.results, "--quiet"]
@@ -38,10 +38,8 @@ def evaluate(toys, toy_dir, tmp_path, capsys):
 
 def test_run_measures_prints_tables_and_goes_on(evaluate):
     command = ["run", "--tasks", "toys", "--presses", "full", "kvzip", "snapkv", "--ratios", 0.3, 0.5, "--limit", 2]
-    status, printed = evaluate(*command, *evaluate.model)
-    assert status == 0
-    lines = printed.out.splitlines()
-    assert any(line.split()[:3] == ["toy_a", "kvzip", "0.3"] for line in lines)
+    printed = evaluate(*command, *evaluate.model)
+    assert any(line.split()[:3] == ["toy_a", "kvzip", "0.3"] for line in printed.out.splitlines())
     assert "Score divided by the full cache's" in printed.out or "of full" in printed.out
     # Four contexts: one prefill for the full cache and ours, one for each ratio of SnapKV; one replay for both ratios
     assert "20 cells measured, 0 found finished" in printed.out
@@ -49,12 +47,10 @@ def test_run_measures_prints_tables_and_goes_on(evaluate):
     assert len(read_records(evaluate.results)) == 20
     run = read_run(evaluate.results)
     assert run["arguments"]["tasks"] == ["toys"] and run["arguments"]["limit"] == 2
-    assert run["versions"]["kvpress"] == "0.5.5"
-    assert run["model"] == read_records(evaluate.results)[0]["model"]
+    assert (run["versions"]["kvpress"], run["model"]) == ("0.5.5", read_records(evaluate.results)[0]["model"])
     assert run["saved"] == {"prefills": 12, "replays": 4, "prefills_alone": 20, "replays_alone": 8}
 
-    status, printed = evaluate(*command, *evaluate.model)
-    assert "0 cells measured, 20 found finished" in printed.out
+    assert "0 cells measured, 20 found finished" in evaluate(*command, *evaluate.model).out
     assert read_run(evaluate.results)["saved"] == run["saved"]
 
 
@@ -63,13 +59,13 @@ def test_what_of_a_family_could_not_be_had_is_noted_for_the_report(evaluate, toy
         raise FileNotFoundError("no data")
 
     monkeypatch.setattr(toys["toy_b"], "load", load)
-    status, printed = evaluate("run", "--tasks", "toys", "--presses", "full", "--limit", 1, *evaluate.model)
-    assert status == 0 and "Left out: toy_b: no data" in printed.out
+    printed = evaluate("run", "--tasks", "toys", "--presses", "full", "--limit", 1, *evaluate.model)
+    assert "Left out: toy_b: no data" in printed.out
     assert read_run(evaluate.results)["left_out"] == {"toy_b": "no data"}
     elsewhere = evaluate.results / "elsewhere"
     for arguments, folder in ([], evaluate.results), (["-o", elsewhere], elsewhere):
-        status, printed = evaluate("report", evaluate.results, *arguments)
-        assert (status, printed.out) == (0, f"{folder / 'report.md'}\n{folder / 'report.html'}\n")
+        printed = evaluate("report", evaluate.results, *arguments)
+        assert printed.out == f"{folder / 'report.md'}\n{folder / 'report.html'}\n"
         assert "| toy_b | all | all | no data | all |" in (folder / "report.md").read_text()
 
 
@@ -82,8 +78,7 @@ def test_an_interrupted_run_keeps_its_records_and_its_counts(evaluate, monkeypat
             raise KeyboardInterrupt
 
     monkeypatch.setattr(SampleLog, "add", interrupted)
-    status, printed = evaluate("run", "--tasks", "toys", *evaluate.model)
-    assert status == 130
+    printed = evaluate("run", "--tasks", "toys", *evaluate.model, status=130)
     assert "the same command goes on where it was" in printed.err
     assert len(read_records(evaluate.results)) == 2
     run = read_run(evaluate.results)
@@ -92,16 +87,15 @@ def test_an_interrupted_run_keeps_its_records_and_its_counts(evaluate, monkeypat
 
 def test_fidelity_is_told_in_nats(evaluate, monkeypatch):
     monkeypatch.setitem(registry.TASKS, "toy_f", ToyTask("toy_f", metric="fidelity"))
-    status, printed = evaluate("run", "--tasks", "toy_f", "--limit", 1, *evaluate.model)
-    assert status == 0
+    printed = evaluate("run", "--tasks", "toy_f", "--limit", 1, *evaluate.model)
     assert "toy_f: KL(full, compressed), nats a token" in printed.out
 
 
 def test_rescore_judges_in_place_or_elsewhere(evaluate, tmp_path):
     evaluate("run", "--tasks", "toy_a", "--presses", "full", "--limit", 2, *evaluate.model)
     before = read_records(evaluate.results)
-    status, printed = evaluate("rescore", evaluate.results, "--scorer", "official", "-o", tmp_path / "other")
-    assert status == 0 and "toy_a" in printed.out
+    printed = evaluate("rescore", evaluate.results, "--scorer", "official", "-o", tmp_path / "other")
+    assert "toy_a" in printed.out
     assert read_records(evaluate.results) == before
     others = read_records(tmp_path / "other")
     assert [record["scorer"] for record in others] == ["official"] * 2
@@ -123,8 +117,7 @@ def test_the_demo_measures_its_grid_by_the_cheap_sweep_and_reports(evaluate, mon
     monkeypatch.setattr(web_page, "write_report", lambda results, out: [results / "report.html"])
     assert {task.family for task, _ in demo.demo_grids()[0].tasks} == {"ruler"}
     monkeypatch.setattr(demo, "PARTS", (demo.Part("toy_a", None, 1), demo.Part("toy_b", None, 2)))
-    status, printed = evaluate("demo", *evaluate.model)
-    assert status == 0
+    printed = evaluate("demo", *evaluate.model)
     assert "57 cells measured" in printed.out
     assert "27 prefills and 3 replays; one by one it would have been 57 and 27" in printed.out
     assert printed.out.endswith(f"{evaluate.results / 'report.html'}\n")
@@ -134,10 +127,9 @@ def test_the_demo_measures_its_grid_by_the_cheap_sweep_and_reports(evaluate, mon
 
 
 def test_lists(evaluate):
-    _, printed = evaluate("tasks")
-    assert all(name in printed.out for name in registry.TASKS)
-    _, printed = evaluate("presses")
-    assert [line.split()[0] for line in printed.out.splitlines()[1:]] == list(PRESSES)
+    tasks, presses = (evaluate(command).out for command in ("tasks", "presses"))
+    assert all(name in tasks for name in registry.TASKS)
+    assert [line.split()[0] for line in presses.splitlines()[1:]] == list(PRESSES)
 
 
 @pytest.mark.parametrize(
@@ -157,8 +149,7 @@ def test_lists(evaluate):
     ],
 )
 def test_errors_are_one_line_with_value_and_remedy_and_come_before_any_work(evaluate, arguments, message):
-    status, printed = evaluate("run", *arguments, *evaluate.model)
-    assert status == 2
+    printed = evaluate("run", *arguments, *evaluate.model, status=2)
     assert printed.err.startswith("kvzip-eval: error: ") and message in printed.err
     assert len(printed.err.strip().splitlines()) == 1
     assert not (evaluate.results / "samples.jsonl").exists()

@@ -2,6 +2,8 @@ import os
 import signal
 import sys
 from argparse import Namespace
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from eval_harness import ToyTask
@@ -13,22 +15,17 @@ from kvzip_press.eval.run.engine_ray import RETRIES, RayEngine
 from kvzip_press.eval.run.grid import Grid
 from kvzip_press.eval.run.model import ModelOptions
 from kvzip_press.eval.run.session import Session
-from kvzip_press.eval.tasks.base import Request
 from kvzip_press.eval.tasks.registry import TASKS
 
 pytestmark = pytest.mark.slow
-NAME = "toy-on-ray"
 
 
 class ManyContexts(ToyTask):
     """Enough of them that two workers are both busy when one is lost."""
 
-    def load(self, request: Request):
-        return [self._sample(index % 4, seed) for seed in range(3) for index in range(4)]
-
-    def _sample(self, index, seed):
-        sample = super()._sample(index, seed)
-        return type(sample)(f"{seed}-{index}", sample.context, sample.questions)
+    def load(self, request):
+        samples = [(f"{seed}-{index}", self._sample(index, seed)) for seed in range(3) for index in range(4)]
+        return [replace(sample, id=name) for name, sample in samples]
 
 
 def toy_grid(*presses):
@@ -43,19 +40,17 @@ def ray():
     ray.shutdown()
 
 
-@pytest.fixture(scope="module")
-def model_dir(toy_dir, tmp_path_factory):
-    """The same name for both engines."""
-    link = tmp_path_factory.mktemp("models") / NAME
-    link.mkdir()
-    for file in toy_dir.iterdir():
-        (link / file.name).symlink_to(file)
-    return link
-
-
 @pytest.fixture
-def options(model_dir):
-    return ModelOptions(model=str(model_dir), device="cpu", threads=1)
+def options(toy_dir):
+    return ModelOptions(model=str(toy_dir), device="cpu", threads=1)
+
+
+def pids(ray, session):
+    return [ray.get(actor.__ray_call__.remote(lambda self: os.getpid())) for actor in session.engine._actors]
+
+
+def told(caplog):
+    return [record.getMessage().split(" are up")[0] for record in caplog.records]
 
 
 @pytest.fixture
@@ -64,22 +59,22 @@ def session(ray, options, tmp_path):
         yield session
 
 
-def test_results_equal_those_of_the_local_engine_though_a_worker_is_killed(ray, session, options, tmp_path):
+def test_results_equal_those_of_the_local_engine_though_a_worker_is_killed(ray, session, options, toy_dir, tmp_path):
     grid = Grid([(ManyContexts(), True)], ("full", "kvzip", "knorm"), (0.3, 0.6))
-    pids = [ray.get(actor.__ray_call__.remote(lambda self: os.getpid())) for actor in session.engine._actors]
-    assert len(set(pids)) == 2
+    first, second = pids(ray, session)
+    assert first != second
     add = session.log.add
 
     def kill_one(record):
         add(record)
         if len(session.log.records) == 5:
-            os.kill(pids[0], signal.SIGKILL)
+            os.kill(first, signal.SIGKILL)
 
     session.log.add = kill_one
     outcome = session.measure(grid)
     assert (outcome.measured, outcome.found) == (60, 0)
-    after = [ray.get(actor.__ray_call__.remote(lambda self: os.getpid())) for actor in session.engine._actors]
-    assert pids[0] not in after and pids[1] in after and len(after) == 2
+    after = pids(ray, session)
+    assert first not in after and second in after and len(after) == 2
 
     Session(options.load(), tmp_path / "local", progress=False).measure(grid)
     found, expected = ({r["key"]: r for r in read_records(tmp_path / name)} for name in ("ray", "local"))
@@ -88,9 +83,9 @@ def test_results_equal_those_of_the_local_engine_though_a_worker_is_killed(ray, 
         assert [q["prediction"] for q in record["questions"]] == [q["prediction"] for q in expected[key]["questions"]]
         assert record["kept_pairs"] == expected[key]["kept_pairs"]
     # What the lost worker had begun is not counted
-    assert read_run(tmp_path / "ray")["saved"] == read_run(tmp_path / "local")["saved"]
-    assert read_run(tmp_path / "ray")["arguments"] == {"tasks": ["toy"]}
-    assert read_run(tmp_path / "ray")["model"] == NAME
+    run = read_run(tmp_path / "ray")
+    assert run["saved"] == read_run(tmp_path / "local")["saved"]
+    assert (run["arguments"], run["model"]) == ({"tasks": ["toy"]}, Path(options.model).name)
 
 
 def test_presses_that_cant_run_are_refused_before_any_work(session):
@@ -127,7 +122,7 @@ def test_workers_that_the_cluster_has_no_room_for_are_given_no_unit(ray, options
         ray.wait(list(session.engine._starting), num_returns=1)
         for press in ("full", "kvzip"):
             assert session.measure(toy_grid(press)).measured == 3
-            assert [record.getMessage().split(" are up")[0] for record in caplog.records] == ["2 of 3 Ray workers"]
+            assert told(caplog) == ["2 of 3 Ray workers"]
 
 
 def test_a_worker_that_comes_up_late_takes_part(ray, options, tmp_path, monkeypatch, caplog):
@@ -135,7 +130,7 @@ def test_a_worker_that_comes_up_late_takes_part(ray, options, tmp_path, monkeypa
     blocker = ray.remote(num_cpus=1)(Namespace).remote()
     ray.get(blocker.__ray_ready__.remote())
     with Session(RayEngine(options, workers=2), tmp_path, progress=False) as session:
-        assert [record.getMessage().split(" are up")[0] for record in caplog.records] == ["0 of 2 Ray workers"]
+        assert told(caplog) == ["0 of 2 Ray workers"]
         add = session.log.add
 
         def make_room(record):
@@ -158,8 +153,8 @@ def test_a_cluster_too_small_for_a_worker_is_refused(ray, options, monkeypatch):
 
 
 @pytest.mark.parametrize("wrong", ["--model", "--head-scores"])
-def test_what_keeps_a_worker_from_starting_is_told_as_by_the_local_engine(ray, model_dir, tmp_path, capsys, wrong):
-    command = ["run", "--tasks", "niah", "--model", str(model_dir), "-o", str(tmp_path / "out"), "--quiet"]
+def test_what_keeps_a_worker_from_starting_is_told_as_by_the_local_engine(ray, toy_dir, tmp_path, capsys, wrong):
+    command = ["run", "--tasks", "niah", "--model", str(toy_dir), "-o", str(tmp_path / "out"), "--quiet"]
     command += [wrong, str(tmp_path / "none.json")]
     assert main(command) == 2
     told = capsys.readouterr().err
@@ -180,7 +175,7 @@ def test_a_worker_lost_while_it_loads_is_replaced(ray, options, tmp_path):
             return options.load()
 
     engine = RayEngine(DeadlyOnce(), workers=1)
-    assert engine.identifier.run.model["name"] == NAME
+    assert engine.identifier.run.model["name"] == Path(options.model).name
     engine.close()
 
 
@@ -208,9 +203,9 @@ def test_what_the_local_engine_has_finished_is_not_measured_again(session, optio
     assert (outcome.measured, outcome.found) == (0, 3)
 
 
-def test_the_command_runs_on_ray(ray, model_dir, tmp_path, monkeypatch, capsys):
+def test_the_command_runs_on_ray(ray, toy_dir, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(TASKS, "toy", ToyTask())
-    command = ["run", "--tasks", "toy", "--limit", "1", "--model", str(model_dir), "-o", str(tmp_path), "--quiet"]
+    command = ["run", "--tasks", "toy", "--limit", "1", "--model", str(toy_dir), "-o", str(tmp_path), "--quiet"]
     assert main([*command, "--engine", "ray", "--workers", "1", "--threads", "1"]) == 0
     assert "2 cells measured, 0 found finished" in capsys.readouterr().out
     assert read_run(tmp_path)["arguments"]["workers"] == 1

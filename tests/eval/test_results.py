@@ -25,19 +25,12 @@ def test_records_are_found_again(tmp_path):
     log = SampleLog(tmp_path / "new")
     log.add({"key": "a", "score": 1.0})
     log.add({"key": "b", "text": "line\nbreak \u2028 ü"})
-    again = SampleLog(tmp_path / "new")
-    assert list(again.records) == ["a", "b"]
-    assert again.records["b"] == {"key": "b", "text": "line\nbreak \u2028 ü"}
-    assert again.records == log.records
-    assert list(log.records.values()) == read_records(tmp_path / "new")
-
-
-def test_the_last_record_of_a_key_counts_and_earlier_ones_stay_in_the_file(tmp_path):
-    log = SampleLog(tmp_path)
-    for score in (1, 2):
-        log.add({"key": "a", "score": score})
-    assert read_records(tmp_path) == [{"key": "a", "score": 2}]
-    assert len((tmp_path / "samples.jsonl").read_text().splitlines()) == 2
+    # The last record of a key counts, earlier ones stay in the file
+    log.add({"key": "a", "score": 2})
+    expected = {"a": {"key": "a", "score": 2}, "b": {"key": "b", "text": "line\nbreak \u2028 ü"}}
+    assert SampleLog(tmp_path / "new").records == log.records == expected
+    assert read_records(tmp_path / "new") == list(expected.values())
+    assert (tmp_path / "new" / "samples.jsonl").read_bytes().count(b"\n") == 3
 
 
 @pytest.mark.parametrize("before", [[], [{"key": "a"}]])

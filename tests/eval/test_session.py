@@ -9,15 +9,13 @@ from pathlib import Path
 import kvpress
 import pytest
 import torch
-from eval_harness import EvaluationRun, ToyTask, save_tiny_model, words
-from transformers import DynamicCache
+from eval_harness import EvaluationRun, ToyTask, words
 
 from kvzip_press import HeadScores, KVzipPress, load_model
 from kvzip_press.eval.presses.registry import make_press
 from kvzip_press.eval.results.answers import key_of
 from kvzip_press.eval.results.folder import read_records
 from kvzip_press.eval.run import engine_local
-from kvzip_press.eval.run.chat import Chat
 from kvzip_press.eval.run.grid import Grid, find_tasks, load_samples, make_units
 from kvzip_press.eval.run.identity import Identifier, RunIdentity, model_identity
 from kvzip_press.eval.run.sweep import Effort
@@ -76,9 +74,8 @@ def test_records_hold_what_the_report_reads(run, toy):
 def test_answers_are_those_of_kvpress_pipeline(toy, tmp_path, name):
     """Query-agnostic, all questions of a context asked of one compressed cache."""
     model, tokenizer = toy
-    cells = by_cell(
-        EvaluationRun(toy, tmp_path, budget="plain")(presses=(name,), ratios=(0.4, 0.7), prompt="kvpress").records
-    )
+    run = EvaluationRun(toy, tmp_path, budget="plain")
+    cells = by_cell(run(presses=(name,), ratios=(0.4, 0.7), prompt="kvpress").records)
     assert [getattr(layer.self_attn, "masked_key_indices", None) for layer in model.model.layers] == [None] * 3
     pipe = kvpress.KVPressTextGenerationPipeline(model=model, tokenizer=tokenizer)
     for sample in ToyTask().load(Request()):
@@ -170,14 +167,11 @@ def test_everything_that_decides_an_answer_makes_it_another(toy, toy_dir, tmp_pa
     with torch.no_grad():
         tuned.model.layers[1].mlp.up_proj.weight.mul_(1.5)
     low, high = (HeadScores(torch.full((3, 2), value)) for value in (0.1, 0.2))
+    bfloat16, eager = {"dtype": torch.bfloat16}, {"attn_implementation": "eager"}
     question = sample.questions[0]
     one_other = {
         "name": ["n"],
-        "model": [
-            tuned,
-            load_model(str(toy_dir), dtype=torch.bfloat16)[0],
-            load_model(str(toy_dir), attn_implementation="eager")[0],
-        ],
+        "model": [tuned, *(load_model(str(toy_dir), **how)[0] for how in (bfloat16, eager))],
         "run_changes": [{"backend": "torch"}, {"budget": "plain"}, {"window": 9}, {"scorer": "official"}],
         "presses": [("kvzip-l2",), ("kvzip-pair-layer",), ("kvzip-full-512",), ("snapkv",)],
         "ratios": [(0.4,)],
@@ -219,6 +213,7 @@ def test_keys_are_those_of_folders_that_are_already_saved():
 
 
 def test_a_run_that_was_killed_goes_on_where_it_was(toy_dir, toy, tmp_path):
+    ratios = (0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
     code = f"""
 import sys
 sys.path.insert(0, {str(TESTS)!r})
@@ -231,7 +226,7 @@ def told(self, record):
     add(self, record)
     print(len(self.records), flush=True)
 SampleLog.add = told
-EvaluationRun(load_model({str(toy_dir)!r}), Path({str(tmp_path)!r}))(ratios=(0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8))
+EvaluationRun(load_model({str(toy_dir)!r}), Path({str(tmp_path)!r}))(ratios={ratios})
 """
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment)
@@ -246,12 +241,10 @@ EvaluationRun(load_model({str(toy_dir)!r}), Path({str(tmp_path)!r}))(ratios=(0.2
     with (tmp_path / "samples.jsonl").open("ab") as file:
         file.write(b'{"key": "torn')
 
-    run = EvaluationRun(toy, tmp_path)
-    outcome = run(ratios=(0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8))
-    assert outcome.found == len(before)
-    assert outcome.measured == 24 - len(before)
+    outcome = EvaluationRun(toy, tmp_path)(ratios=ratios)
+    assert (outcome.found, outcome.measured) == (len(before), 24 - len(before))
     assert read_records(tmp_path)[: len(before)] == before
-    alone = EvaluationRun(toy, tmp_path / "alone")(ratios=(0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8))
+    alone = EvaluationRun(toy, tmp_path / "alone")(ratios=ratios)
     assert [answers(record) for record in outcome.records] == [answers(record) for record in alone.records]
 
 
@@ -271,7 +264,7 @@ def test_contexts_beyond_the_models_window_are_skipped_with_the_reason_not_cut(t
     assert cells["short", "0", "kvzip", 0.3, "agnostic"]["skipped"] is None
     for press, ratio in (("full", 1.0), ("kvzip", 0.3), ("kvzip", 0.6)):
         record = cells["long", "0", press, ratio, "agnostic"]
-        needed = record["context_tokens"] + 37 + 4
+        needed = record["context_tokens"] + len("\n\nQ: Which word is 0?\n<assistant>It is") + 4
         assert record["skipped"] == f"needs {needed} tokens, the model's window has 230"
         assert record["score"] is record["kept"] is record["seconds"] is None
         assert record["questions"] == []
@@ -279,12 +272,6 @@ def test_contexts_beyond_the_models_window_are_skipped_with_the_reason_not_cut(t
     assert run(ToyTask("long", context_words=170), limit=1).measured == 0
     wider = EvaluationRun(toy, tmp_path, window=400)(ToyTask("long", context_words=170), limit=1)
     assert wider.measured == 3 and not any(record["skipped"] for record in wider.records)
-
-
-def test_the_window_is_the_models_own(tmp_path):
-    folder = save_tiny_model(tmp_path / "narrow", window=100)
-    outcome = EvaluationRun(load_model(str(folder)), tmp_path)(limit=1)
-    assert "the model's window has 100" in outcome.records[0]["skipped"]
 
 
 def test_a_press_of_kvpress_that_cant_do_a_context_is_skipped_there_alone(toy, tmp_path):
@@ -355,8 +342,7 @@ def test_tasks_of_a_family_that_cant_be_had_are_left_out_named_ones_are_not(toy)
 
 
 def test_saved_answers_are_judged_anew_instead_of_asked_again(toy, tmp_path):
-    run = EvaluationRun(toy, tmp_path)
-    first = run(ToyTask(metric="vt"))
+    first = EvaluationRun(toy, tmp_path)(ToyTask(metric="vt"))
     other = EvaluationRun(toy, tmp_path, scorer="official")
     outcome = other(ToyTask(metric="vt"))
     assert (outcome.measured, outcome.rescored, outcome.found) == (0, 9, 0)
@@ -370,47 +356,6 @@ def test_whole_heads_are_measured_with_their_scores(toy, tmp_path):
     outcome = run(presses=("kvzip-head",), ratios=(0.5,), limit=1)
     assert outcome.records[0]["kept"] == 0.5
     assert run.engine.effort.replays == 0
-
-
-@pytest.mark.parametrize("press", ["kvzip", "knorm", "adakv-snapkv"])
-def test_fidelity_is_that_of_feeding_the_full_caches_answer_to_both(toy, tmp_path, press):
-    """Without a cache for the full one, with one of its own for the press."""
-    model, tokenizer = toy
-    task = ToyTask("fidelity", metric="fidelity")
-    run = EvaluationRun(toy, tmp_path, budget="plain")
-    cells = by_cell(run(task, presses=(press, "full"), ratios=(0.4,), prompt="kvpress", limit=1).records)
-    record, full = cells["fidelity", "0", press, 0.4, "agnostic"], cells["fidelity", "0", "full", 1.0, "agnostic"]
-    sample = task.load(Request())[0]
-    opened = Chat(tokenizer, "kvpress", task.instruction).open(sample.context)
-    for question, measured in zip(sample.questions, record["questions"], strict=True):
-        prompt = torch.cat([opened.ids, opened.question_ids(question)], dim=1)
-        whole = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=4, do_sample=False)
-        answer, cache = whole[0, prompt.shape[1] :], DynamicCache()
-        with torch.no_grad():
-            with make_press(press, 0.4, tokenizer)(model):
-                model.model(input_ids=opened.ids, past_key_values=cache)
-            asked = whole[:, opened.num_tokens : -1]
-            positions = torch.arange(opened.num_tokens, whole.shape[1] - 1)[None]
-            theirs = model(asked, past_key_values=cache, position_ids=positions).logits
-            both = [logits[0, -len(answer) :].log_softmax(-1) for logits in (model(whole[:, :-1]).logits, theirs)]
-        losses = [-logprobs.gather(1, answer[:, None]).mean() for logprobs in both]
-        assert {name: pytest.approx(value, rel=1e-3, abs=1e-5) for name, value in measured["details"].items()} == {
-            "answer_tokens": len(answer),
-            "kl": float((both[0].exp() * (both[0] - both[1])).sum(-1).mean()),
-            "agreement": float((both[0].argmax(-1) == both[1].argmax(-1)).float().mean()),
-            "loss": float(losses[1]),
-            "added_loss": float(losses[1] - losses[0]),
-        }
-        assert measured["score"] == pytest.approx(measured["details"]["agreement"])
-        assert measured["prediction"] == tokenizer.decode(answer, skip_special_tokens=True)
-    assert full["score"] == 1 and answers(full) == answers(record)
-    assert all(abs(question["details"]["kl"]) < 1e-6 for question in full["questions"])
-
-
-def test_fidelity_to_the_full_cache_needs_it_even_if_only_others_are_missing(toy, tmp_path):
-    run = EvaluationRun(toy, tmp_path)
-    run(ToyTask("fidelity", metric="fidelity"), presses=("knorm",), ratios=(0.4,), limit=1)
-    assert run.engine.effort.prefills == 2
 
 
 def test_answers_can_be_cut_shorter_than_the_task_would(run):
