@@ -5,11 +5,9 @@ import re
 import shutil
 
 import pytest
-from report_records import HALF, HOSTILE, RATIOS, TASKS, realistic, record
+from report_records import HALF, HOSTILE, RATIOS, TASKS, made_page, realistic, record
 
 from kvzip_press.eval.report.summary import summarise
-from kvzip_press.eval.report.tables import all_tables
-from kvzip_press.eval.report.web_page import page as html_page
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright, which drives a browser, is not installed")
 
@@ -40,8 +38,7 @@ def records():
 
 def write_page(folder, records):
     path = folder / "report.html"
-    summary = summarise(records)
-    path.write_text(html_page("Model <b>", summary, all_tables(summary, {}), {}), encoding="utf-8")
+    path.write_text(made_page(records, "Model <b>"), encoding="utf-8")
     return path
 
 

@@ -8,16 +8,9 @@ from importlib import resources
 
 import pytest
 from eval_harness import EvaluationRun, ToyTask
-from report_records import HOSTILE, realistic, record, write_results
+from report_records import HOSTILE, made_page, realistic, record, write_results
 
-from kvzip_press.eval.report.summary import summarise
-from kvzip_press.eval.report.tables import all_tables
-from kvzip_press.eval.report.web_page import page, write_report
-
-
-def made_page(records, title="model"):
-    summary = summarise(records)
-    return page(title, summary, all_tables(summary, {}), {})
+from kvzip_press.eval.report.web_page import write_report
 
 
 def data_of(text, name):

@@ -154,7 +154,7 @@ def test_passages_of_the_corpus(text_dir):
 def test_own_text_files(tmp_path):
     (tmp_path / "b.txt").write_text("Second.", encoding="utf-8")
     (tmp_path / "a.txt").write_text("First.\n", encoding="utf-8")
-    samples = load("fidelity", source=tmp_path)
+    samples = TASKS["fidelity"].load(Request(source=str(tmp_path)))
     assert [(sample.id, sample.context) for sample in samples] == [("a", "First.\n"), ("b", "Second.")]
     (sample,) = load("fidelity", source=tmp_path / "b.txt")
     assert sample.id == "b" and len(sample.questions) == 5
