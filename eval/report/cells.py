@@ -92,15 +92,13 @@ def averages_of(cells: list[Cell]) -> list[Average]:
     compared = [cell for cell in cells if cell.press != FULL and cell.relative is not None]
     comparable = [cell for cell in compared if (cell.setting, cell.task) not in failed]
     places = grouped(comparable, lambda cell: (cell.setting, cell.press, cell.ratio))
-    return [_average(*place, group) for place, group in places.items()]
+    return [_average(place, group) for place, group in places.items()]
 
 
-def _average(setting: str, press: str, ratio: float, group: list[Any]) -> Average:
+def _average(place: tuple[str, str, float], group: list[Any]) -> Average:
     errors = [cell.relative_error for cell in group]
     return Average(
-        setting,
-        press,
-        ratio,
+        *place,
         tasks=len(group),
         relative=fmean(cell.relative for cell in group),
         error=None if None in errors else math.hypot(*errors) / len(group),

@@ -23,7 +23,7 @@ def squad_rows():
             text = f"{' '.join(rng.choices(words, k=30))} {answer} {' '.join(rng.choices(words, k=20))}."
             common = {"title": f"article {article}", "context": text}
             asked = {f"Which is {article}-{paragraph}?": [answer, answer, "x"], "Unanswerable?": []}
-            rows += [common | {"question": text, "answers": {"text": answers}} for text, answers in asked.items()]
+            rows += [common | {"question": question, "answers": {"text": found}} for question, found in asked.items()]
     return rows
 
 
