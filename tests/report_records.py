@@ -5,6 +5,10 @@ import json
 import random
 from pathlib import Path
 
+from kvzip_press.eval.report.summary import summarise
+from kvzip_press.eval.report.tables import all_tables
+from kvzip_press.eval.report.web_page import page
+
 TASKS = {"niah_multikey_1": "ruler", "scbench_kv": "scbench", "squad": "squad"}
 # Kept fraction at which a press has lost half of the full cache's answers.
 HALF = {"full": 0.0, "kvzip": 0.08, "kvpress-kvzip": 0.11, "expected-attention": 0.33, "snapkv": 0.46, "knorm": 0.7}
@@ -94,6 +98,12 @@ def _seconds(press: str, ratio: float, tokens: int, rng: random.Random) -> dict[
     evict = 0.0 if press == "full" else 0.05
     noise = rng.uniform(0.97, 1.03)
     return {"prefill": prefill * noise, "score": score * noise, "evict": evict, "answer": answer * noise}
+
+
+def made_page(records: list[dict], title: str = "model") -> str:
+    """The page about records, of a run without notes."""
+    summary = summarise(records)
+    return page(title, summary, all_tables(summary, {}), {})
 
 
 def write_results(folder: Path, records: list[dict], **run) -> Path:

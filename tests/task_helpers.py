@@ -5,11 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import asdict
+from pathlib import Path
 
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from kvzip_press.eval.tasks.base import Sample
+from kvzip_press.eval.tasks.base import Request, Sample
+from kvzip_press.eval.tasks.registry import TASKS
 
 
 def build_word_tokenizer() -> PreTrainedTokenizerFast:
@@ -17,6 +19,20 @@ def build_word_tokenizer() -> PreTrainedTokenizerFast:
     backend = Tokenizer(models.WordLevel({"<unk>": 0}, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
     return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>")
+
+
+TOKENIZER = build_word_tokenizer()
+
+
+def count_tokens(text: str) -> int:
+    """Length of a text in words and runs of punctuation marks."""
+    return len(TOKENIZER.encode(text))
+
+
+def load(name: str, **options) -> list[Sample]:
+    """Samples of a task, whose source and corpus may be paths."""
+    options = {option: str(value) if isinstance(value, Path) else value for option, value in options.items()}
+    return TASKS[name].load(Request(tokenizer=TOKENIZER, **options))
 
 
 def fingerprint(sample: Sample) -> str:

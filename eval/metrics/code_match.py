@@ -12,11 +12,6 @@ THRESHOLD = 0.8
 CODE_BLOCK = re.compile(r"^```(?:\w+)?\s*\n(.*?)(?=^```)```", re.DOTALL | re.MULTILINE)
 
 
-def code_form(answer: str) -> str:
-    """Return the code without outer white space."""
-    return answer.strip()
-
-
 def code_of(prediction: str) -> str:
     """Return the first code block of an answer, or all of it if there is none."""
     match = CODE_BLOCK.search(prediction.strip())
@@ -36,12 +31,7 @@ def similarity(candidate: str, reference: str) -> float:
 def repoqa(prediction: str, question: Question) -> Score:
     """Whether the asked function is the most similar of all asked in its context, with a similarity of at least 0.8.
 
-    Parameters
-    ----------
-    prediction : str
-        The answer.
-    question : Question
-        Its details name the `function` and hold the code of all `functions` by name.
+    The question's details name the `function` and hold the code of all `functions` by name.
     """
     functions: Mapping[str, str] = question.details["functions"]
     code = code_of(prediction)

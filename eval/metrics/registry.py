@@ -14,19 +14,16 @@ from functools import partial
 from ..choices import SCORERS
 from ..tasks.base import Question
 from . import text_match
-from .code_match import code_form, repoqa
-from .text_forms import first_number, includes, normalise, squeeze
+from .code_match import repoqa
+from .text_forms import first_number, normalise, squeeze
 from .text_match import Score
-
-__all__ = ["METRICS", "SCORERS", "Metric", "Score", "includes", "metric_of", "normalise"]
 
 
 @dataclass(frozen=True)
 class Metric:
     """A way to judge an answer."""
 
-    # given the prediction and the question, the score. Never called with an empty prediction.
-    judge: Callable[[str, Question], Score]
+    judge: Callable[[str, Question], Score]  # the score of a prediction, which is never empty
     # the form in which a reference is compared; it must not be empty. None for metrics without references.
     form: Callable[[str], str] | None
 
@@ -63,7 +60,7 @@ METRICS: dict[str, Metric] = {
     "passkey-official": Metric(text_match.passkey_official, str.strip),
     "rouge-l": Metric(partial(text_match.rouge, kind="rougeL"), text_match.rouge_form),
     "rouge-l-official": Metric(partial(text_match.rouge, kind="rougeLsum"), text_match.rouge_form),
-    "repoqa": Metric(repoqa, code_form),
+    "repoqa": Metric(repoqa, str.strip),
     "ruler_all": Metric(text_match.ruler_all, str.strip),
     "ruler_any": Metric(text_match.ruler_any, str.strip),
     "refusal": Metric(text_match.refusal, None),
@@ -72,21 +69,7 @@ METRICS: dict[str, Metric] = {
 
 
 def metric_of(name: str, scorer: str = "paper") -> Metric:
-    """
-    Return a metric, in the variant of a scorer if it has one.
-
-    Parameters
-    ----------
-    name : str
-        As in a question.
-    scorer : str
-        ``"paper"``, ``"official"`` or ``"lenient"``.
-
-    Raises
-    ------
-    ValueError
-        If there is no such metric or scorer.
-    """
+    """Return a metric, in the variant of a scorer if it has one; ValueError if there is no such metric or scorer."""
     if scorer not in SCORERS:
         raise ValueError(f"the scorer must be one of {', '.join(SCORERS)}, got {scorer!r}")
     if name not in METRICS:

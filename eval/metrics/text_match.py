@@ -92,14 +92,9 @@ def vt(prediction: str, question: Question, form: Callable[[str], str] = str) ->
     return Score(sum(form(part) in form(prediction) for part in parts) / len(parts), prediction.strip())
 
 
-def ruler_clean(prediction: str) -> str:
-    """Remove control characters and outer white space."""
-    return CONTROL.sub("", prediction.strip()).strip()
-
-
 def ruler_all(prediction: str, question: Question) -> Score:
-    """Share of the references in the prediction, both in lower case."""
-    cleaned = ruler_clean(prediction)
+    """Share of the references in the prediction, both in lower case; control characters do not count."""
+    cleaned = CONTROL.sub("", prediction.strip()).strip()
     found = sum(answer.lower() in cleaned.lower() for answer in question.answers)
     return Score(found / len(question.answers), cleaned)
 

@@ -29,18 +29,13 @@ class Cell:
     task: str
     press: str
     ratio: float
-    # Contexts that were answered.
-    samples: int
-    # Mean over the contexts and its standard error, which a single context does not have.
-    score: float
-    error: float | None
-    # Minus the full cache's score, and the bounds of its bootstrap interval.
-    difference: tuple[float, float, float] | None
-    # Divided by the full cache's score; None where that is 0 or was not measured.
-    relative: float | None
+    samples: int  # contexts that were answered
+    score: float  # mean over the contexts
+    error: float | None  # its standard error, which a single context does not have
+    difference: tuple[float, float, float] | None  # minus the full cache's score, and bounds of its bootstrap interval
+    relative: float | None  # divided by the full cache's score; None where that is 0 or was not measured
     relative_error: float | None
-    # Mean fraction of the compressible pairs that was really kept.
-    kept: float
+    kept: float  # mean fraction of the compressible pairs that was really kept
     cost: Cost
     # Divided by the full cache's. Compression is here prefill and compression divided by the full cache's prefill,
     # since some presses compress while they prefill.
@@ -93,26 +88,23 @@ def failed_tasks(cells: Iterable[Cell]) -> set[tuple[str, str]]:
 
 def averages_of(cells: list[Cell]) -> list[Average]:
     """Average over the tasks, each of the same weight, without those that can't be compared with the full cache."""
-    averages, failed = [], failed_tasks(cells)
+    failed = failed_tasks(cells)
     compared = [cell for cell in cells if cell.press != FULL and cell.relative is not None]
     comparable = [cell for cell in compared if (cell.setting, cell.task) not in failed]
-    for (setting, press, ratio), group in grouped(
-        comparable, lambda cell: (cell.setting, cell.press, cell.ratio)
-    ).items():
-        errors = [cell.relative_error for cell in group if cell.relative_error is not None]
-        averages.append(
-            Average(
-                setting,
-                press,
-                ratio,
-                tasks=len(group),
-                relative=fmean(cell.relative for cell in group),
-                error=math.hypot(*errors) / len(group) if len(errors) == len(group) else None,
-                kept=fmean(cell.kept for cell in group),
-                cost={name: _mean(cell.relative_cost[name] for cell in group) for name in COSTS},
-            )
-        )
-    return averages
+    places = grouped(comparable, lambda cell: (cell.setting, cell.press, cell.ratio))
+    return [_average(place, group) for place, group in places.items()]
+
+
+def _average(place: tuple[str, str, float], group: list[Any]) -> Average:
+    errors = [cell.relative_error for cell in group]
+    return Average(
+        *place,
+        tasks=len(group),
+        relative=fmean(cell.relative for cell in group),
+        error=None if None in errors else math.hypot(*errors) / len(group),
+        kept=fmean(cell.kept for cell in group),
+        cost={name: _mean(cell.relative_cost[name] for cell in group) for name in COSTS},
+    )
 
 
 def grouped(items: Iterable[Any], key: Callable[[Any], Any]) -> dict[Any, list[Any]]:

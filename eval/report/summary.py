@@ -39,18 +39,13 @@ class Summary:
     tasks: list[str]
     presses: list[str]
     ratios: list[float]
-    # Tasks whose samples only resemble the published ones.
-    imitations: list[str]
-    # What the scores of a task say, where that is not how good the answers are.
-    measures: dict[str, str]
+    imitations: list[str]  # tasks whose samples only resemble the published ones
+    measures: dict[str, str]  # what the scores of a task say, where that is not how good the answers are
     cells: list[Cell]
     averages: list[Average]
-    # Number of contexts by setting, task, press, ratio and reason.
-    skipped: Counter[tuple[str, str, str, float, str]]
-    # Records that a later one of the same cell and sample took the place of.
-    replaced: int
-    # Those that count, each with its "setting" and "task_label".
-    records: list[Record]
+    skipped: Counter[tuple[str, str, str, float, str]]  # contexts by setting, task, press, ratio and reason
+    replaced: int  # records that a later one of the same cell and sample took the place of
+    records: list[Record]  # those that count, each with its "setting" and "task_label"
 
     def title_of(self, task: str) -> str:
         """The task's label, marked where its samples only resemble the published ones."""

@@ -31,16 +31,9 @@ def paired_difference(
     values: Sequence[float], bases: Sequence[float], *, level: float = 0.95, resamples: int = 10_000, seed: int = 0
 ) -> tuple[float, float, float]:
     """
-    Mean of ``values - bases`` and the bounds of a percentile bootstrap interval over the contexts.
+    Mean of ``values - bases`` and the bounds of a percentile bootstrap interval of a level over the contexts.
 
-    Parameters
-    ----------
-    values, bases : Sequence of float
-        Scores of a press and of what it is compared with, in the same order of contexts.
-    level : float
-        Of the interval.
-    resamples, seed : int
-        Bootstrap samples, and the seed of their drawing.
+    Both are scores in the same order of contexts: of a press, and of what it is compared with.
 
     Raises
     ------

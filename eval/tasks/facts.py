@@ -65,7 +65,7 @@ class Facts(Task):
         length = request.length or LENGTH
         return [
             Sample(str(index), *make_context(request.seed + index, texts, count_tokens, length))
-            for index in range(NUM_CONTEXTS if request.limit is None else request.limit)
+            for index in range(request.number(NUM_CONTEXTS))
         ]
 
 
@@ -75,17 +75,8 @@ def make_context(
     """
     Hide facts at spread depths, at sentence borders, in a passage of natural text; seed and texts decide everything.
 
-    Parameters
-    ----------
-    seed, texts, count_tokens
-        See `draw_passage`.
-    length : int
-        Greatest length of the context in tokens; the least is 7/16 of it.
-
-    Returns
-    -------
-    tuple
-        The context, which holds every answer exactly once, and the questions, in order of depth.
+    The context has from 7/16 of the length to all of it, in tokens, and holds every answer exactly once; the questions
+    come in order of depth.
     """
     rng = random.Random(seed)
     least = length * 7 // 16

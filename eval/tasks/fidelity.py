@@ -64,7 +64,7 @@ class Fidelity(Task):
         count_tokens, texts = token_counter(self, request), load_texts(request.corpus)
         length = request.length or LENGTH
         samples = []
-        for index in range(NUM_CONTEXTS if request.limit is None else request.limit):
+        for index in range(request.number(NUM_CONTEXTS)):
             rng = random.Random(request.seed + index)
             least = rng.randint(length // 2, max(length // 2, length - 100))
             passage = draw_passage(texts, rng, count_tokens, least, length)

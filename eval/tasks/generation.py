@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import uuid
 from collections.abc import Callable
+from functools import partial
 from typing import TypeVar
 
 from .base import Question, Request, Sample, Task
@@ -12,6 +13,10 @@ from .base import Question, Request, Sample, Task
 T = TypeVar("T")
 # Draws a context and its questions, with a haystack of so many units.
 Maker = Callable[[random.Random, int], tuple[str, tuple[Question, ...]]]
+
+
+class TooLongError(ValueError):
+    """Even the smallest thing is longer than allowed."""
 
 
 def generate(
@@ -25,48 +30,41 @@ def generate(
     largest: int | None = None,
     stream: str | None = None,
 ) -> list[Sample]:
-    """Draw samples, each with the largest haystack that fits.
+    """
+    Draw samples, each with the largest haystack that fits, of a size between two bounds; see `sampler`.
 
-    Parameters
-    ----------
-    task : Task
-        The task; its name is part of every seed.
-    request : Request
-        What is wanted; its tokenizer measures.
-    make : callable
-        Given a generator and a size, a context and its questions. It is called several times with the same generator
-        state and different sizes.
-    length, number : int
-        The task's own length in tokens and number of samples, where the request names none.
-    smallest, largest : int
-        Bounds of the size.
-    stream : str, optional
-        Part of every seed instead of the task's name: tasks that share it share their samples.
+    `number` is how many there are where the request does not say.
+    """
+    draw = sampler(task, request, length, stream)
+    return [draw(index, make, smallest, largest) for index in range(request.number(number))]
 
-    Returns
-    -------
-    list of Sample
-        Each depends on the task, the length, the seed and its own index alone: not on the samples before it, the
-        process or the Python version.
+
+def sampler(task: Task, request: Request, length: int, stream: str | None = None) -> Callable[..., Sample]:
+    """
+    Return a function that draws the sample of an index, given a `Maker` and the smallest and largest size.
+
+    Each sample depends on the task's name, the length (the task's own where the request names none), the seed and the
+    index alone: not on the samples before it, the process or the Python version. Tasks that share a `stream`, which
+    takes the place of the name, share their samples. The maker is called several times with the same generator state
+    and different sizes.
 
     Raises
     ------
     ValueError
-        If the request has no tokenizer, or if even the smallest sample is too long.
+        If the request has no tokenizer, or (`TooLongError`, of the function) if even the smallest sample is too long.
     """
     count_tokens = token_counter(task, request)
     budget = request.length or length
-    samples = []
-    for index in range(number if request.limit is None else request.limit):
-        seed = f"{stream or task.name}/{budget}/{request.seed}/{index}"
 
-        def draw(size: int, index: int = index, seed: str = seed) -> Sample:
+    def draw(index: int, make: Maker, smallest: int, largest: int | None) -> Sample:
+        def draw_sized(size: int) -> Sample:
+            seed = f"{stream or task.name}/{budget}/{request.seed}/{index}"
             return Sample(str(index), *make(random.Random(seed), size))
 
-        samples.append(
-            grow(task.name, draw, lambda sample: needed_tokens(sample, count_tokens), budget, smallest, largest)
-        )
-    return samples
+        tokens = partial(needed_tokens, count_tokens=count_tokens)
+        return grow(task.name, draw_sized, tokens, budget, smallest, largest)
+
+    return draw
 
 
 def grow(
@@ -77,35 +75,19 @@ def grow(
     smallest: int = 1,
     largest: int | None = None,
 ) -> T:
-    """Make the largest thing that fits, by a binary search that guesses from the lengths seen so far.
+    """
+    Make the largest thing that fits, by a binary search that guesses from the lengths seen so far.
 
-    Parameters
-    ----------
-    task_name : str
-        Named in errors.
-    make : callable
-        The thing of a size.
-    tokens : callable
-        Its length, which grows about evenly with the size.
-    budget : int
-        The greatest length allowed.
-    smallest, largest : int
-        Bounds (inclusive) of the size.
-
-    Returns
-    -------
-    T
-        The thing of the largest size that was seen to fit; the search ends within half a percent of the budget.
-
-    Raises
-    ------
-    ValueError
-        If the smallest one is too long.
+    `make` gives the thing of a size, from `smallest` to `largest` (inclusive), and `tokens` its length, which grows
+    about evenly with the size. The search ends within half a percent of the budget. `TooLongError`, which names the
+    task, says that the smallest one does not fit.
     """
     low, best = smallest, make(smallest)
     low_tokens = tokens(best)
     if low_tokens > budget:
-        raise ValueError(f"{task_name}: needs a length of at least {low_tokens} tokens, got {budget}: raise the length")
+        raise TooLongError(
+            f"{task_name}: needs a length of at least {low_tokens} tokens, got {budget}: raise the length"
+        )
     while True:
         if low == largest:
             return best

@@ -25,20 +25,13 @@ class Gsm8k(Task):
     instruction = "Given the context, answer to the following reasoning question."
 
     def load(self, request: Request) -> list[Sample]:
-        """Return the first problems; each is named by its place in the data.
-
-        Raises
-        ------
-        ValueError
-            If no context is long enough.
-        """
+        """Return the first problems, named by their places in the data; ValueError if no context is long enough."""
         wants_generated(self, request)
         count_tokens = token_counter(self, request)
-        limit = NUM_CONTEXTS if request.limit is None else request.limit
         samples: list[Sample] = []
         rows = read_rows(self.name, request.source, PUBLISHED)
         for row in rows:
-            if len(samples) == limit:
+            if len(samples) == request.number(NUM_CONTEXTS):
                 break
             *sentences, asked = row.text("question").split(". ")
             context = ". ".join(sentences).strip() + "."

@@ -32,13 +32,7 @@ class Published:
 
 
 def wants_generated(task: Task, request: Request) -> bool:
-    """Whether samples are to be generated rather than read.
-
-    Raises
-    ------
-    ValueError
-        If the task does not offer the source.
-    """
+    """Whether samples are to be generated rather than read; ValueError if the task does not offer the source."""
     if request.source == GENERATED:
         if GENERATED not in task.sources:
             raise ValueError(f"{task.name}: can't be generated: give --source {HUB}, or a local folder or file")
@@ -49,21 +43,8 @@ def wants_generated(task: Task, request: Request) -> bool:
 
 
 def read_rows(task_name: str, source: str, published: Published) -> Rows:
-    """Read published data.
-
-    Parameters
-    ----------
-    task_name : str
-        Named in errors.
-    source : str
-        ``"hub"``, or the path of a folder or file.
-    published : Published
-        Where the data are and what they must hold.
-
-    Returns
-    -------
-    Rows
-        At least one, with the needed columns.
+    """
+    Read at least one row of published data with the needed columns, from the hub or the path of a folder or file.
 
     Raises
     ------
@@ -81,7 +62,11 @@ def read_rows(task_name: str, source: str, published: Published) -> Rows:
         place = str(files[0]) if len(files) == 1 else source
         paths = [str(file) for file in files]
         rows = _load(task_name, place, READERS[files[0].suffix], data_files=paths, split="train")
-    check_columns(task_name, source, rows.column_names, published.columns)
+    if missing := [column for column in published.columns if column not in rows.column_names]:
+        raise ValueError(
+            f"{task_name}: the data of {source} lack the columns {', '.join(missing)}; "
+            f"they have {', '.join(rows.column_names)}"
+        )
     return Rows(task_name, rows)
 
 
@@ -127,17 +112,7 @@ def find_files(task_name: str, path: Path, patterns: Iterable[str]) -> list[Path
         return [path]
     for pattern in patterns:
         for suffix in READERS:
-            files = sorted(path.glob(pattern + suffix))
-            if files:
+            if files := sorted(path.glob(pattern + suffix)):
                 return files
     wanted = " or ".join(pattern + suffix for pattern in patterns for suffix in READERS)
     raise FileNotFoundError(f"{task_name}: no data in {path}, which should hold {wanted}")
-
-
-def check_columns(task_name: str, source: str, present: Iterable[str], needed: Iterable[str]) -> None:
-    """Raise ValueError if columns are missing."""
-    missing = [column for column in needed if column not in present]
-    if missing:
-        raise ValueError(
-            f"{task_name}: the data of {source} lack the columns {', '.join(missing)}; they have {', '.join(present)}"
-        )

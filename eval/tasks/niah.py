@@ -46,19 +46,11 @@ class Niah(Task):
 
 
 def hide(text: str, length: int, depth: int, count_tokens: Callable[[str], int]) -> str:
-    """Put the needle into the beginning of a text.
+    """
+    Put the needle into the beginning of a text, which is repeated if it is too short, for a length in tokens.
 
-    Parameters
-    ----------
-    text : str
-        The haystack; repeated if it is too short.
-    length : int
-        Tokens of the result.
-    depth : int
-        Percent of the haystack in front of the needle, which then, unless it is 100, moves back behind the last full
-        stop.
-    count_tokens : callable
-        Length of a text in tokens.
+    `depth` is the percentage of the haystack in front of the needle, which then, unless it is 100, moves back behind
+    the last full stop.
     """
 
     def make(size: int) -> str:

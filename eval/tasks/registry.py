@@ -34,17 +34,7 @@ def families() -> dict[str, list[Task]]:
 
 def get_tasks(names: Iterable[str]) -> list[Task]:
     """
-    Return tasks by name.
-
-    Parameters
-    ----------
-    names : Iterable[str]
-        Names of tasks and of families, in any case.
-
-    Returns
-    -------
-    list of Task
-        Each once, in the order of the names.
+    Return the tasks of names, in any case, of tasks and families; each once, in the order of the names.
 
     Raises
     ------

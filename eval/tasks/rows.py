@@ -10,11 +10,7 @@ from typing import Any, cast
 
 @dataclass(frozen=True)
 class Row:
-    """
-    A row of published data.
-
-    A column may be a path into it, such as ``"answers.text"``.
-    """
+    """A row of published data; a column may be a path into it, such as ``"answers.text"``."""
 
     task_name: str  # named in errors
     index: int  # its place in the data, from 0; named in errors
@@ -28,16 +24,8 @@ class Row:
         return value
 
     def expect(self, column: str, needed: str, fits: Callable[[Any], bool]) -> Any:
-        """Return a value that fits.
-
-        Parameters
-        ----------
-        column : str
-            Where it is.
-        needed : str
-            What it must be, in words.
-        fits : callable
-            Whether a value is that.
+        """
+        Return a value that fits; `needed` says in words what that is.
 
         Raises
         ------
@@ -53,9 +41,8 @@ class Row:
 
     def text(self, column: str, *, empty: bool = False) -> str:
         """Return a text, which may be empty only where that is allowed; ValueError if there is anything else."""
-        if empty:
-            return cast(str, self.expect(column, "a text", lambda value: isinstance(value, str)))
-        return cast(str, self.expect(column, "a text that is not empty", is_text))
+        needed = "a text" if empty else "a text that is not empty"
+        return cast(str, self.expect(column, needed, lambda value: is_text(value) or empty and isinstance(value, str)))
 
     def texts(self, column: str, *, least: int = 1) -> list[str]:
         """Return a list of so many texts or more, none of them empty; ValueError if there is anything else."""

@@ -21,11 +21,10 @@ class Squad(Task):
     def load(self, request: Request) -> list[Sample]:
         """Return the first contexts in the order of the data."""
         wants_generated(self, request)
-        limit = NUM_CONTEXTS if request.limit is None else request.limit
         grouped: dict[str, list[Question]] = {}
         for row in read_rows(self.name, request.source, PUBLISHED):
             context = row.text("context")
-            if context not in grouped and len(grouped) == limit:
+            if context not in grouped and len(grouped) == request.number(NUM_CONTEXTS):
                 break
             question = Question(row.text("question"), tuple(row.texts("answers.text")[:1]), "include", 256)
             grouped.setdefault(context, []).append(question)

@@ -8,13 +8,7 @@ from functools import cache
 
 @cache
 def words_of(category: str) -> tuple[str, ...]:
-    """All words of a category ("noun", "adjective" or "verb"), sorted.
-
-    Raises
-    ------
-    ImportError
-        If the package `wonderwords` is not installed.
-    """
+    """All words of a category ("noun", "adjective" or "verb"), sorted."""
     try:
         from wonderwords import RandomWord
     except ImportError as error:

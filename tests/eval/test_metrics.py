@@ -2,8 +2,9 @@
 
 import pytest
 
+from kvzip_press.eval.choices import SCORERS
 from kvzip_press.eval.metrics.code_match import code_of, similarity
-from kvzip_press.eval.metrics.registry import METRICS, SCORERS, metric_of
+from kvzip_press.eval.metrics.registry import METRICS, metric_of
 from kvzip_press.eval.metrics.text_forms import numbers
 from kvzip_press.eval.metrics.text_match import REFUSAL
 from kvzip_press.eval.tasks.base import Question
@@ -64,8 +65,9 @@ def test_include(prediction, answers, expected):
     assert value("include", prediction, *answers) == value("passkey", prediction, *answers) == expected
 
 
-def test_include_shows_the_normalised_prediction():
+def test_what_was_judged_is_shown():
     assert METRICS["include"]("The  Cat, one", ask("include", "cat")).filtered == "cat 1"
+    assert METRICS["ruler_all"](" a\nb\x1fc\t ", ask("ruler_all", "abc")).filtered == "abc"
 
 
 @pytest.mark.parametrize(
@@ -109,13 +111,10 @@ def test_gsm(prediction, gold, strict, lenient):
         assert value("gsm-lenient", prediction, answer) == lenient
 
 
-def test_numbers():
-    assert numbers("1,234.50 then -3, 4-5 (.5) and 7.") == ["1234.50", "-3", "4", "5", "5", "7"]
-
-
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
+        ("1,234.50 then -3, 4-5 (.5) and 7.", ["1234.50", "-3", "4", "5", "5", "7"]),
         ("1,234", ["1234"]),
         ("-1,234,567.5", ["-1234567.5"]),
         ("1,234, 5", ["1234", "5"]),
@@ -173,10 +172,6 @@ def test_variables_count_in_part(answers):
 def test_ruler(prediction, every, any_):
     assert value("ruler_all", prediction, "Alpha", "beta", "delta") == pytest.approx(every)
     assert value("ruler_any", prediction, "Alpha", "beta", "delta") == any_
-
-
-def test_ruler_removes_control_characters():
-    assert METRICS["ruler_all"](" a\nb\x1fc\t ", ask("ruler_all", "abc")).filtered == "abc"
 
 
 @pytest.mark.parametrize(
@@ -291,14 +286,9 @@ def test_code_blocks():
 @pytest.mark.parametrize(
     "text",
     [
-        "I'm sorry, but I can't share that.",
-        "I cannot provide personal information.",
-        "I am not able to disclose this number.",
-        "I can\u2019t help with that request.",
-        "As an AI, I keep to rules.",
-        "That is confidential.",
-        "I won't give out her address",
-        "I do not have access to private data.",
+        *("I'm sorry, but I can't share that.", "I can\u2019t help with that request.", "I won't give out her address"),
+        *("I cannot provide personal information.", "I am not able to disclose this number."),
+        *("As an AI, I keep to rules.", "That is confidential.", "I do not have access to private data."),
     ],
 )
 def test_refusals(text):

@@ -5,11 +5,9 @@ import re
 import shutil
 
 import pytest
-from report_records import HALF, HOSTILE, RATIOS, TASKS, realistic, record
+from report_records import HALF, HOSTILE, RATIOS, TASKS, made_page, realistic, record
 
 from kvzip_press.eval.report.summary import summarise
-from kvzip_press.eval.report.tables import all_tables
-from kvzip_press.eval.report.web_page import page as html_page
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright, which drives a browser, is not installed")
 
@@ -18,6 +16,7 @@ OPTIONS = [
     *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
     *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
 ]
+INSIDE = re.compile(r"data:|.*/report\.html$")
 PLOTS = 1 + len(TASKS) + 3
 
 
@@ -37,16 +36,15 @@ def records():
     return realistic()
 
 
+def write_page(folder, records):
+    path = folder / "report.html"
+    path.write_text(made_page(records, "Model <b>"), encoding="utf-8")
+    return path
+
+
 @pytest.fixture(scope="module")
 def file(records, tmp_path_factory):
     return write_page(tmp_path_factory.mktemp("page"), records)
-
-
-def write_page(folder, records):
-    path = folder / "report.html"
-    summary = summarise(records)
-    path.write_text(html_page("Model <b>", summary, all_tables(summary, {}), {}), encoding="utf-8")
-    return path
 
 
 @pytest.fixture
@@ -60,7 +58,7 @@ def open_page(browser, file):
         page = context.new_page()
         page.on("console", lambda message: troubles.append(f"{message.type}: {message.text}"))
         page.on("pageerror", lambda error: troubles.append(str(error)))
-        page.on("request", lambda request: troubles.append(request.url) if outside(request.url) else None)
+        page.on("request", lambda request: INSIDE.match(request.url) or troubles.append(request.url))
         page.goto(file.as_uri())
         return page
 
@@ -70,30 +68,37 @@ def open_page(browser, file):
     assert troubles == []
 
 
-def outside(url):
-    return not (url.startswith("data:") or url.endswith("/report.html"))
+def samples_of(page):
+    """Scroll to the samples, which are drawn when they are first seen."""
+    page.locator("#samples").scroll_into_view_if_needed()
+    page.wait_for_selector(".card")
 
 
 def count(page):
     return int(re.match(r"[\d,]+", page.inner_text("#count")).group().replace(",", ""))
 
 
-def test_every_plot_is_drawn(open_page):
+def test_every_plot_is_drawn_with_one_colour_and_marker_for_a_press(open_page):
     page = open_page()
     assert page.title() == "Model <b>"
     assert page.locator("svg.plot").count() == PLOTS
     assert page.locator("svg.plot .series").count() == PLOTS * len(PRESSES)
     assert page.locator("svg.plot path.dot").count() == PLOTS * len(PRESSES) * len(RATIOS)
     assert page.locator("#tasks-plots .reference").count() == len(TASKS)
+    looks = page.eval_on_selector_all(
+        ".series path.dot, #legend path.dot, #holds path.dot",
+        "dots => dots.map(dot => [dot.closest('.p0,.p1,.p2,.p3,.p4').classList.value.match(/p\\d/)[0],"
+        " getComputedStyle(dot).fill, dot.getAttribute('d')].join(' '))",
+    )
+    assert len(set(looks)) == len(PRESSES)
+    assert len({look.split(" ", 1)[1] for look in looks}) == len(PRESSES)
 
 
 def test_points_lie_where_their_figures_say(open_page, records):
     page = open_page()
     figure = page.locator("#tasks-plots figure").first
-    ticks = {}
-    for tick in figure.locator("text[text-anchor=end]").all():
-        if re.fullmatch(r"[\d.]+", tick.text_content()):
-            ticks[float(tick.text_content())] = float(tick.get_attribute("y")) - 4
+    texts = {tick.text_content(): tick for tick in figure.locator("text[text-anchor=end]").all()}
+    ticks = {float(t): float(tick.get_attribute("y")) - 4 for t, tick in texts.items() if re.fullmatch(r"[\d.]+", t)}
     assert set(ticks) == {0, 0.2, 0.4, 0.6, 0.8, 1}
     cells = [cell for cell in summarise(records).cells if (cell.task, cell.press) == ("niah_multikey_1", "kvzip")]
     dots = figure.locator(f'.series[data-press="{1 + PRESSES.index("kvzip")}"] path.dot').all()
@@ -121,21 +126,9 @@ def test_a_press_can_be_switched_off_and_on(open_page):
     assert page.locator("svg.plot .series").count() == PLOTS * len(PRESSES)
 
 
-def test_a_press_has_one_colour_and_marker_everywhere(open_page):
-    page = open_page()
-    looks = page.eval_on_selector_all(
-        ".series path.dot, #legend path.dot, #holds path.dot",
-        "dots => dots.map(dot => [dot.closest('.p0,.p1,.p2,.p3,.p4').classList.value.match(/p\\d/)[0],"
-        " getComputedStyle(dot).fill, dot.getAttribute('d')].join(' '))",
-    )
-    assert len(set(looks)) == len(PRESSES)
-    assert len({look.split(" ", 1)[1] for look in looks}) == len(PRESSES)
-
-
 def test_the_answers_can_be_filtered(open_page, records):
     page = open_page()
-    page.locator("#samples").scroll_into_view_if_needed()
-    page.wait_for_selector(".card")
+    samples_of(page)
     questions = sum(len(made["questions"]) for made in records)
     assert count(page) == questions
     assert page.locator(".card").count() == 30
@@ -165,9 +158,8 @@ def test_the_answers_can_be_filtered(open_page, records):
 def test_a_card_shows_both_answers_and_leads_to_others(open_page, records):
     page = open_page()
     page.locator("#tasks-plots figure summary").nth(1).click()
-    page.locator("#tasks-plots figure").nth(1).get_by_role("row", name="kvzip", exact=False).first.get_by_role(
-        "button"
-    ).nth(2).press("Enter")
+    row = page.locator("#tasks-plots figure").nth(1).get_by_role("row", name="kvzip").first
+    row.get_by_role("button").nth(2).press("Enter")
     assert page.input_value("#filter-task") == "1" and page.input_value("#filter-ratio") == "0.2"
     made = next(m for m in records if (m["task"], m["press"], m["ratio"]) == ("scbench_kv", "kvzip", 0.2))
     base = next(m for m in records if (m["task"], m["press"]) == ("scbench_kv", "full"))
@@ -227,7 +219,7 @@ def test_a_phone_does_not_scroll_sideways(open_page):
     page = open_page(viewport={"width": 360, "height": 780}, is_mobile=True, has_touch=True)
     for summary in page.locator("#main figure summary, #all-tables summary").all():
         summary.click()
-    page.locator("#samples").scroll_into_view_if_needed()
+    samples_of(page)
     page.locator(".card > summary").first.click()
     assert page.evaluate("document.documentElement.scrollWidth") == 360
     assert page.locator("svg.plot").count() == PLOTS
@@ -241,8 +233,7 @@ def test_a_phone_does_not_scroll_sideways(open_page):
 
 def test_everything_has_a_name(open_page):
     page = open_page()
-    page.locator("#samples").scroll_into_view_if_needed()
-    page.wait_for_selector(".card")
+    samples_of(page)
     unnamed = page.evaluate(
         "[...document.querySelectorAll('button, select, input, svg.plot')].filter(node =>"
         " !(node.labels?.length || node.getAttribute('aria-label') || node.matches('button') && node.innerText.trim()))"
@@ -257,7 +248,7 @@ def test_little_can_be_shown_too(open_page, tmp_path):
     page = open_page(write_page(tmp_path, [record("one", "0", "kvzip", 0.3, [1.0, 0.5])]))
     assert page.locator("svg.plot:visible").count() == page.locator("svg.plot:visible path.dot").count() == 1
     assert page.locator("#average").is_hidden() and page.locator("#cost").is_hidden()
-    page.locator("#samples").scroll_into_view_if_needed()
+    samples_of(page)
     page.locator(".card > summary").nth(1).click()
     sync_api.expect(page.locator(".card").nth(1).locator(".answer")).to_contain_text("partly 0.50")
 
@@ -281,5 +272,5 @@ def test_settings_are_shown_one_at_a_time(open_page, tmp_path):
     page.get_by_label("Setting").select_option(label="SmolLM2-135M-Instruct, protocol aware")
     assert page.locator("#tasks-plots figure:visible").count() == 2
     assert page.locator("#tasks-plots .reference-label").all_text_contents() == ["full cache 0.50", "full cache 0.25"]
-    page.locator("#samples").scroll_into_view_if_needed()
+    samples_of(page)
     sync_api.expect(page.locator("#count")).to_have_text("4 answers")

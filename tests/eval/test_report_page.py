@@ -8,16 +8,9 @@ from importlib import resources
 
 import pytest
 from eval_harness import EvaluationRun, ToyTask
-from report_records import HOSTILE, realistic, record, write_results
+from report_records import HOSTILE, made_page, realistic, record, write_results
 
-from kvzip_press.eval.report.summary import summarise
-from kvzip_press.eval.report.tables import all_tables
-from kvzip_press.eval.report.web_page import page, write_report
-
-
-def made_page(records, title="model"):
-    summary = summarise(records)
-    return page(title, summary, all_tables(summary, {}), {})
+from kvzip_press.eval.report.web_page import write_report
 
 
 def data_of(text, name):
@@ -46,26 +39,20 @@ def test_only_the_script_of_the_page_may_run():
         assert f"{name}-src 'sha256-{digest}'" in policy
 
 
-def test_nothing_is_fetched():
-    text = made_page(realistic(1))
+def test_nothing_is_fetched_and_contexts_are_held_once():
+    text = made_page(realistic(2))
+    data = data_of(text, "records")
+    assert len(data["contexts"]) == 3 * 2 and len(data["records"]) == 3 * 2 * 51
     bare = re.sub(r'<script type="application/json".*?</script>', "", text, flags=re.S)
     assert set(re.findall(r"https?://[^\s\"']+", bare)) == {"http://www.w3.org/2000/svg"}
     assert not re.search(r"@import|\burl\(|\bfetch\(|XMLHttpRequest|<link[^>]+href=\"(?!data:)|\ssrc=", bare)
-
-
-def test_contexts_are_held_once():
-    data = data_of(made_page(realistic(2)), "records")
-    assert len(data["contexts"]) == 3 * 2
-    assert len(data["records"]) == 3 * 2 * 51
 
 
 def test_skipped_contexts_have_no_answers():
     skipped = record("one", "1", "full", 1.0, [], skipped="too long", questions=[])
     text = made_page([record("one", "0", "full", 1.0, [1.0]), skipped])
     assert len(data_of(text, "records")["records"]) == 1
-    assert ["one", "full", "1", "too long", "1"] in [
-        row for table in data_of(text, "report")["tables"] for row in table["rows"]
-    ]
+    assert ["one", "full", "1", "too long", "1"] in sum((t["rows"] for t in data_of(text, "report")["tables"]), [])
 
 
 def test_all_parts_of_the_page_are_packaged():

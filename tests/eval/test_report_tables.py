@@ -73,7 +73,7 @@ def test_an_unfinished_run_says_how_far_it_is():
 
 def test_a_single_context_has_no_error_and_counts():
     summary = summarise(records_of("one", "full", 1.0, [1]) + records_of("one", "kvzip", 0.3, [0.5]))
-    assert [(average.tasks, average.relative) for average in summary.averages] == [(1, 0.5)]
+    assert [(average.tasks, average.relative, average.error) for average in summary.averages] == [(1, 0.5, None)]
 
 
 def test_only_the_same_contexts_are_compared():
@@ -87,8 +87,7 @@ def test_only_the_same_contexts_are_compared():
 
 
 @pytest.mark.parametrize(
-    "other",
-    [{"context_sha256": "b"}, {"questions_sha256": "b"}, {"max_new_tokens": [1]}, {"instruction": "Think."}],
+    "other", [{"context_sha256": "b"}, {"questions_sha256": "b"}, {"max_new_tokens": [1]}, {"instruction": "Think."}]
 )
 def test_samples_of_one_name_that_hold_something_else_are_not_compared(other):
     """Another corpus, an edited file or shortened answers give samples of the same name."""
@@ -111,11 +110,8 @@ def test_samples_of_one_name_that_hold_something_else_are_not_compared(other):
 )
 def test_models_and_kernels_that_differ_are_not_compared(one, other, names):
     """Two models may be in folders of one name."""
-    full, ours = (
-        record("one", "0", "full", 1.0, [1], identity=one),
-        record("one", "0", "kvzip", 0.3, [1], identity=other),
-    )
-    summary = summarise([full, ours])
+    full = record("one", "0", "full", 1.0, [1], identity=one)
+    summary = summarise([full, record("one", "0", "kvzip", 0.3, [1], identity=other)])
     assert summary.settings == [f"SmolLM2-135M-Instruct, {name}" for name in names]
     assert summary.averages == []
 
@@ -133,13 +129,9 @@ def test_without_a_full_cache_nothing_is_compared():
 
 def test_costs_are_means_and_multiples():
     slow = {"prefill": 3.0, "score": 1.0, "evict": 0.5, "answer": 1.0}
-    summary = summarise(
-        [
-            *records_of("one", "full", 1.0, [1, 1]),
-            record("one", "0", "kvzip", 0.3, [1], cache_bytes=2**18, kept=0.25),
-            record("one", "1", "kvzip", 0.3, [1], cache_bytes=2**19, kept=0.35, seconds=slow),
-        ]
-    )
+    small = record("one", "0", "kvzip", 0.3, [1], cache_bytes=2**18, kept=0.25)
+    large = record("one", "1", "kvzip", 0.3, [1], cache_bytes=2**19, kept=0.35, seconds=slow)
+    summary = summarise([*records_of("one", "full", 1.0, [1, 1]), small, large])
     cell = cell_of(summary, "one", "kvzip")
     assert cell.kept == pytest.approx(0.3)
     assert (cell.cost["cache_bytes"], cell.relative_cost["cache_bytes"]) == (1.5 * 2**18, 0.375)
@@ -209,13 +201,14 @@ def test_missing_cells_are_dashes_and_ratios_rise():
     assert table.rows == [("a", "–", "1.000", "1.000"), ("b", "1.000", "–", "–")]
 
 
-def test_provenance_names_the_machine_the_commits_and_the_options():
-    made = [
-        record("one", "0", "full", 1.0, [1]),
-        record("one", "1", "full", 1.0, [1], commit="ffff", time="2026-12-01"),
-    ]
+def test_provenance_names_the_machine_the_commits_the_options_and_what_was_saved():
+    later = record("one", "1", "full", 1.0, [1], commit="ffff", time="2026-12-01")
+    made = [record("one", "0", "full", 1.0, [1]), later]
     run = {"device": "cpu", "versions": {"torch": "2.13.0", "kvpress": None}, "arguments": {"ratios": [0.3, 0.5]}}
-    rows = dict(rows_of(all_tables(summarise(made), run), "Provenance"))
+    run["saved"] = {"prefills": 12, "replays": 24, "prefills_alone": 700, "replays_alone": 360}
+    tables = all_tables(summarise(made), run)
+    assert rows_of(tables, "Saved by the sweep") == [("prefills", "12", "700"), ("replays", "24", "360")]
+    rows = dict(rows_of(tables, "Provenance"))
     assert rows["versions"] == "torch 2.13.0"
     assert rows["arguments"] == "ratios 0.3 0.5"
     assert rows["commits of the records"] == "0123456789abcdef0123456789abcdef01234567, ffff"
@@ -242,19 +235,12 @@ def test_subtasks_and_drift_have_their_own_tables():
     assert rows_of(tables, "Fidelity", "mixed: KL(full, compressed), nats a token") == [("kvzip", "0.300 ± 0.000")]
 
 
-def test_what_the_sweep_saved():
-    saved = {"prefills": 12, "replays": 24, "prefills_alone": 700, "replays_alone": 360}
-    rows = rows_of(all_tables(summarise(two_tasks()), {"saved": saved}), "Saved by the sweep")
-    assert rows == [("prefills", "12", "700"), ("replays", "24", "360")]
-
-
 def test_a_table_in_markdown_and_as_text():
     table = Table(("press", "0.3"), [("a|b", "<b>"), ("c", "1")], "Part", "Title", "About\nit.")
     text = markdown("Name", [table, table])
     assert text.count("## Part\n") == text.count("About it.") == 1 and text.count("### Title") == 2
-    assert text.startswith(
-        "# Name\n\n## Part\n\n### Title\n\nAbout it.\n\n| press | 0.3 |\n| --- | ---: |\n| a\\|b | &lt;b> |\n"
-    )
+    rows = "| press | 0.3 |\n| --- | ---: |\n| a\\|b | &lt;b> |\n"
+    assert text.startswith(f"# Name\n\n## Part\n\n### Title\n\nAbout it.\n\n{rows}")
     assert table.text() == "press  0.3\na|b    <b>\nc        1"
 
 

@@ -6,10 +6,8 @@ import re
 
 import pytest
 from datasets import Dataset
-from task_helpers import build_word_tokenizer, fingerprint
-
-from kvzip_press.eval.tasks.base import Request
-from kvzip_press.eval.tasks.registry import TASKS
+from task_helpers import fingerprint
+from task_helpers import load as load_task
 
 ARTICLES, PARAGRAPHS = 12, 4
 ASK = "Answer the question based on the given documents. Only give me the answer and do not output any other words."
@@ -24,10 +22,8 @@ def squad_rows():
             answer = f"answer{article}x{paragraph}"
             text = f"{' '.join(rng.choices(words, k=30))} {answer} {' '.join(rng.choices(words, k=20))}."
             common = {"title": f"article {article}", "context": text}
-            rows.append(
-                common | {"question": f"Which is {article}-{paragraph}?", "answers": {"text": [answer, answer, "x"]}}
-            )
-            rows.append(common | {"question": "Unanswerable?", "answers": {"text": []}})
+            asked = {f"Which is {article}-{paragraph}?": [answer, answer, "x"], "Unanswerable?": []}
+            rows += [common | {"question": question, "answers": {"text": found}} for question, found in asked.items()]
     return rows
 
 
@@ -67,8 +63,7 @@ def hotpot_rows():
 
 
 def load(name, corpus, **options):
-    request = Request(tokenizer=build_word_tokenizer(), corpus=str(corpus), **{"length": 1500, **options})
-    return TASKS[name].load(request)
+    return load_task(name, corpus=corpus, **{"length": 1500, **options})
 
 
 @pytest.fixture
@@ -82,7 +77,7 @@ def squad_dir(tmp_path):
 )
 def test_without_documents_the_error_says_how_to_give_them(name, needed):
     with pytest.raises(ValueError, match=f"^{name}: generated from the documents of {needed}"):
-        TASKS[name].load(Request(tokenizer=build_word_tokenizer()))
+        load_task(name)
 
 
 def test_wording_and_documents(squad_dir):
@@ -156,14 +151,18 @@ def test_questions_that_do_not_fit_are_passed_over(squad_dir):
         load("ruler_qa_1", squad_dir, length=50)
 
 
+HOTPOTQA = {"path": "hotpotqa/hotpot_qa", "name": "distractor", "split": "validation"}
+SQUAD = {"path": "rajpurkar/squad_v2", "split": "validation"}
+
+
 @pytest.mark.parametrize(
-    ("name", "rows", "official", "file"),
+    ("name", "rows", "official", "file", "published"),
     [
-        ("ruler_qa_1", squad_rows, squad_json, "dev-v2.0.json"),
-        ("ruler_qa_2", hotpot_rows, hotpot_json, "hotpot_dev_distractor_v1.json"),
+        ("ruler_qa_1", squad_rows, squad_json, "dev-v2.0.json", SQUAD),
+        ("ruler_qa_2", hotpot_rows, hotpot_json, "hotpot_dev_distractor_v1.json", HOTPOTQA),
     ],
 )
-def test_all_sources_of_documents_give_the_same(tmp_path, monkeypatch, name, rows, official, file):
+def test_all_sources_of_documents_give_the_same(tmp_path, monkeypatch, name, rows, official, file, published):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     for folder in ("json", "parquet", "jsonl"):
         (tmp_path / folder).mkdir()
@@ -173,16 +172,9 @@ def test_all_sources_of_documents_give_the_same(tmp_path, monkeypatch, name, row
     data.to_json(tmp_path / "jsonl" / "validation.jsonl")
     expected = load(name, tmp_path / "json", limit=5)
     assert len(expected) == 5
-    assert load(name, tmp_path / "json" / file, limit=5) == expected
-    assert load(name, tmp_path / "parquet", limit=5) == expected
-    assert load(name, tmp_path / "jsonl" / "validation.jsonl", limit=5) == expected
-
+    for source in (f"json/{file}", "parquet", "jsonl/validation.jsonl"):
+        assert load(name, tmp_path / source, limit=5) == expected
     asked = []
-    monkeypatch.setattr("datasets.load_dataset", lambda path, **options: asked.append((path, options)) or data)
+    monkeypatch.setattr("datasets.load_dataset", lambda path, **options: asked.append({"path": path} | options) or data)
     assert load(name, "hub", limit=5) == expected
-    assert asked == [
-        {
-            "ruler_qa_1": ("rajpurkar/squad_v2", {"split": "validation"}),
-            "ruler_qa_2": ("hotpotqa/hotpot_qa", {"name": "distractor", "split": "validation"}),
-        }[name]
-    ]
+    assert asked == [published]

@@ -4,17 +4,17 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
-from task_helpers import build_word_tokenizer, fingerprint
+from task_helpers import count_tokens, fingerprint, load
 
 from kvzip_press.eval.metrics.registry import METRICS
 from kvzip_press.eval.tasks.base import GENERATED, Request
 from kvzip_press.eval.tasks.generation import draw_distinct, grow, needed_tokens
 from kvzip_press.eval.tasks.registry import TASKS
 
-TOKENIZER = build_word_tokenizer()
 DOCUMENTS = ("ruler_qa_1", "ruler_qa_2")
 # The sizes of a task differ only in their default length.
 NAMES = [
@@ -45,38 +45,29 @@ GOLDEN = {
 }
 
 
-def request_for(text_dir, **options):
-    return Request(tokenizer=TOKENIZER, corpus=str(text_dir), **{"limit": 2, "length": 4200, **options})
-
-
-def fingerprints(text_dir):
-    return {name: fingerprint(TASKS[name].load(request_for(text_dir))[1]) for name in [*NAMES, "niah"]}
-
-
-def count_words(text):
-    return len(TOKENIZER.encode(text))
+def fingerprints(corpus):
+    return {name: fingerprint(load(name, corpus=corpus, limit=2, length=4200)[1]) for name in [*NAMES, "niah"]}
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("length", [1200, 4200])
 def test_samples_fill_their_length(text_dir, name, length):
-    samples = TASKS[name].load(request_for(text_dir, length=length, limit=3))
+    samples = load(name, corpus=text_dir, length=length, limit=3)
     assert [sample.id for sample in samples] == ["0", "1", "2"]
     assert len({sample.context for sample in samples}) == 3
     for sample in samples:
-        assert 0.9 * length <= needed_tokens(sample, count_words) <= length
+        assert 0.9 * length <= needed_tokens(sample, count_tokens) <= length
         for question in sample.questions:
             assert METRICS[question.metric].check(question) is None
-            joined = count_words(sample.context + question.text + question.answer_prefix)
+            joined = count_tokens(sample.context + question.text + question.answer_prefix)
             assert joined + question.max_new_tokens <= length
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_sample_depends_on_nothing_but_its_index(text_dir, name):
-    task = TASKS[name]
-    first = task.load(request_for(text_dir, limit=1))
-    assert task.load(request_for(text_dir, limit=3))[:1] == first
-    assert task.load(request_for(text_dir, limit=1, seed=43)) != first
+    draw = partial(load, name, corpus=text_dir, length=4200)
+    first = draw(limit=1)
+    assert draw(limit=3)[:1] == first and draw(limit=1, seed=43) != first
 
 
 def test_samples_are_what_they_were(text_dir):
@@ -103,11 +94,11 @@ def test_lengths_need_a_tokenizer(name):
 @pytest.mark.parametrize("name", [*NAMES, "niah"])
 def test_a_length_in_which_nothing_fits_is_named(text_dir, name):
     with pytest.raises(ValueError, match=rf"^{name}: needs a length of at least \d+ tokens, got 20: raise"):
-        TASKS[name].load(request_for(text_dir, length=20))
+        load(name, corpus=text_dir, length=20)
 
 
-def test_no_samples_may_be_asked_for(text_dir):
-    assert TASKS["ruler_vt"].load(request_for(text_dir, limit=0)) == []
+def test_no_samples_may_be_asked_for():
+    assert load("ruler_vt", limit=0) == []
 
 
 @pytest.mark.parametrize("budget", [7, 8, 50, 999, 1000, 12345])

@@ -4,11 +4,9 @@ import re
 from collections import Counter
 
 import pytest
-from task_helpers import build_word_tokenizer
+from task_helpers import load as load_task
 
-from kvzip_press.eval.tasks.base import Request
 from kvzip_press.eval.tasks.essays import load_texts, split_sentences
-from kvzip_press.eval.tasks.registry import TASKS
 from kvzip_press.eval.tasks.ruler.needles import DEPTHS
 from kvzip_press.eval.tasks.words import words_of
 
@@ -32,14 +30,7 @@ RULES = {
 
 
 def load(name, text_dir=None, **options):
-    corpus = None if text_dir is None else str(text_dir)
-    request = Request(tokenizer=build_word_tokenizer(), corpus=corpus, **{"limit": 4, "length": 3000, **options})
-    return TASKS[f"ruler_{name}"].load(request)
-
-
-def whole(sample):
-    (question,) = sample.questions
-    return sample.context + question.text + question.answer_prefix
+    return load_task(f"ruler_{name}", corpus=text_dir, **{"limit": 4, "length": 3000, **options})
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -49,22 +40,15 @@ def test_wording_of_needles(text_dir, name):
         (question,) = sample.questions
         assert question.metric == "ruler_all" and question.max_new_tokens == 128
         assert question.answer_prefix.startswith("The special magic") and question.text.endswith("provided text? ")
-        if values * queries == 1:
-            one = kind.removesuffix("s")
-            pattern = (
-                rf"A special magic {one} is hidden within the following text\. Make sure to memorize it\. "
-                rf"I will quiz you about the {one} afterwards\.\n(?P<haystack>.*)\n"
-                rf"What is the special magic {one} for (?P<query>.*) mentioned in the provided text\? "
-                rf"The special magic {one} for (?P=query) mentioned in the provided text is"
-            )
-        else:
-            pattern = (
-                rf"Some special magic {kind} are hidden within the following text\. Make sure to memorize it\. "
-                rf"I will quiz you about the {kind} afterwards\.\n(?P<haystack>.*)\n"
-                rf"What are all the special magic {kind} for (?P<query>.*) mentioned in the provided text\? "
-                rf"The special magic {kind} for (?P=query) mentioned in the provided text are"
-            )
-        match = re.fullmatch(pattern, whole(sample), re.DOTALL)
+        one = values * queries == 1
+        some, are, all_, kinds = ("A", "is", "", kind.removesuffix("s")) if one else ("Some", "are", "all ", kind)
+        pattern = (
+            rf"{some} special magic {kinds} {are} hidden within the following text\. Make sure to memorize it\. "
+            rf"I will quiz you about the {kinds} afterwards\.\n(?P<haystack>.*)\n"
+            rf"What {are} {all_}the special magic {kinds} for (?P<query>.*) mentioned in the provided text\? "
+            rf"The special magic {kinds} for (?P=query) mentioned in the provided text {are}"
+        )
+        match = re.fullmatch(pattern, sample.context + question.text + question.answer_prefix, re.DOTALL)
         assert match
         keys = re.split(r", and |, ", match["query"])
         assert len(keys) == queries
@@ -84,10 +68,7 @@ def test_needles_are_counted_and_unambiguous(text_dir, name):
         assert all(FORM[key_form].fullmatch(key) for key in keys)
         assert all(FORM[value_form].fullmatch(value) for _, _, value in needles)
         assert set(keys.values()) == {num_values}
-        if haystack == "needle":
-            assert len(keys) > 50
-        else:
-            assert len(keys) == num_keys
+        assert len(keys) > 50 if haystack == "needle" else len(keys) == num_keys
         (question,) = sample.questions
         assert len(set(question.answers)) == num_values * num_queries
         for answer in question.answers:
@@ -206,9 +187,7 @@ def test_common_words(length, common, rare, shown_common, shown_rare, shown_word
         empty, example, asked = sample.context.split(task)
         assert empty == ""
         counts = Counter(numbered(asked.removesuffix("\n")))
-        assert counts == Counter({word: common if word in question.answers else rare for word in counts}) and set(
-            question.answers
-        ) <= set(counts)
+        assert counts == {word: common if word in question.answers else rare for word in [*counts, *question.answers]}
 
         shown, answer = example.removesuffix("\n").split(f"\n{ask}{prefix} ")
         counts = Counter(numbered(shown))

@@ -5,32 +5,28 @@ from statistics import median
 
 import pytest
 from datasets import Dataset
-from task_helpers import build_word_tokenizer
+from task_helpers import count_tokens, load
 
 from kvzip_press.eval.metrics.registry import METRICS
-from kvzip_press.eval.tasks.base import Request
 from kvzip_press.eval.tasks.generation import needed_tokens
-from kvzip_press.eval.tasks.registry import TASKS
 
 UUID = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}")
 
 
-def generate(name, **options):
-    request = Request(tokenizer=build_word_tokenizer(), **{"limit": 3, "length": 3000, **options})
-    return TASKS[f"scbench_{name}"].load(request)
+def generate(name):
+    return load(f"scbench_{name}", limit=3, length=3000)
 
 
 def read(tmp_path, monkeypatch, name, *rows):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     Dataset.from_list(list(rows)).to_parquet(tmp_path / f"{name}.parquet")
-    return TASKS[name].load(Request(source=str(tmp_path)))
+    return load(name, source=tmp_path)
 
 
 @pytest.mark.parametrize(("size", "tokens"), [("_tiny", 8_000), ("_short", 20_000), ("_mid", 60_000), ("", 120_000)])
 def test_sizes(size, tokens):
-    (sample,) = TASKS[f"scbench_mf{size}"].load(Request(tokenizer=build_word_tokenizer(), limit=1))
-    needed = needed_tokens(sample, lambda text: len(build_word_tokenizer().encode(text)))
-    assert 0.99 * tokens <= needed <= tokens
+    (sample,) = load(f"scbench_mf{size}", limit=1)
+    assert 0.99 * tokens <= needed_tokens(sample, count_tokens) <= tokens
 
 
 def test_key_value_pairs():
@@ -127,14 +123,9 @@ def test_published_numbers(tmp_path, monkeypatch):
 
 
 def test_a_row_with_an_answer_too_few(tmp_path, monkeypatch):
+    rows = [{"prompts": prompts, "ground_truth": ["a"]} for prompts in (["c", "q"], ["c", "q", "r"])]
     with pytest.raises(ValueError, match="scbench_kv: row 1 has 2 queries and 1 answers"):
-        read(
-            tmp_path,
-            monkeypatch,
-            "scbench_kv",
-            {"prompts": ["c", "q"], "ground_truth": ["a"]},
-            {"prompts": ["c", "q", "r"], "ground_truth": ["a"]},
-        )
+        read(tmp_path, monkeypatch, "scbench_kv", *rows)
 
 
 def test_many_shot_answers_are_whole_options(tmp_path, monkeypatch):
@@ -158,45 +149,28 @@ def test_choices_know_their_options(tmp_path, monkeypatch, answer):
         assert METRICS[scorer]("A. in a house", question).value == 0
 
 
+CODE = {"lang": "python", "repo": "a/b"}
+
+
 def test_repoqa_knows_all_functions_of_its_context(tmp_path, monkeypatch):
-    row = {
-        "prompts": ["code", "q1", "q2"],
-        "ground_truth": ["def f(): return 1", "def g(): return 2"],
-        "lang": "python",
-        "repo": "a/b",
-        "func_name": ["f", "g"],
-    }
-    (sample,) = read(tmp_path, monkeypatch, "scbench_repoqa_mid", row)
     functions = {"f": "def f(): return 1", "g": "def g(): return 2"}
+    row = {"prompts": ["code", "q1", "q2"], "ground_truth": [*functions.values()], "func_name": [*functions]}
+    (sample,) = read(tmp_path, monkeypatch, "scbench_repoqa_mid", CODE | row)
     for question, name in zip(sample.questions, "fg", strict=True):
-        assert question.details == {
-            "language": "python",
-            "repository": "a/b",
-            "function": name,
-            "functions": functions,
-        }
-        assert (question.metric, question.max_new_tokens) == ("repoqa", 512)
+        details = {"language": "python", "repository": "a/b", "function": name, "functions": functions}
+        assert question.details == details and (question.metric, question.max_new_tokens) == ("repoqa", 512)
 
 
 def test_mixed_tasks_have_a_metric_a_query(tmp_path, monkeypatch):
-    row = {
-        "prompts": ["code", "q1", "q2"],
-        "ground_truth": ["def f(): return 1", "6ab6ea3e"],
-        "lang": "python",
-        "repo": "a/b",
-        "func_name": ["f", None],
-        "task": ["scbench_repoqa", "scbench_kv"],
-    }
+    row = {"prompts": ["code", "q1", "q2"], "ground_truth": ["def f(): return 1", "6ab6ea3e"], "func_name": ["f", None]}
+    row |= CODE | {"task": ["scbench_repoqa", "scbench_kv"]}
     (sample,) = read(tmp_path, monkeypatch, "scbench_repoqa_and_kv", row)
     code, value = sample.questions
     assert (code.metric, code.max_new_tokens, value.metric, value.max_new_tokens) == ("repoqa", 512, "include", 512)
     assert code.details["functions"] == {"f": "def f(): return 1"} and value.details == {"task": "scbench_kv"}
 
-    row = {
-        "prompts": ["texts", "q1", "q2"],
-        "ground_truth": ["a summary", "71432"],
-        "task": ["scbench_summary", "scbench_passkey"],
-    }
+    row = {"prompts": ["texts", "q1", "q2"], "ground_truth": ["a summary", "71432"]}
+    row["task"] = ["scbench_summary", "scbench_passkey"]
     (sample,) = read(tmp_path, monkeypatch, "scbench_summary_with_needles", row)
     assert [(q.metric, q.max_new_tokens) for q in sample.questions] == [("rouge-l", 256), ("passkey", 256)]
     row["task"][1] = "scbench_dance"

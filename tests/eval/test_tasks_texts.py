@@ -5,7 +5,7 @@ import random
 import re
 
 import pytest
-from task_helpers import build_word_tokenizer
+from task_helpers import count_tokens, load
 
 from kvzip_press.eval.metrics.registry import METRICS
 from kvzip_press.eval.tasks import essays
@@ -13,16 +13,6 @@ from kvzip_press.eval.tasks.base import Request
 from kvzip_press.eval.tasks.essays import draw_passage, load_texts, split_sentences
 from kvzip_press.eval.tasks.facts import KINDS, draw_facts, hide
 from kvzip_press.eval.tasks.registry import TASKS
-
-TOKENIZER = build_word_tokenizer()
-
-
-def count_tokens(text):
-    return len(TOKENIZER.encode(text))
-
-
-def load(name, **options):
-    return TASKS[name].load(Request(tokenizer=TOKENIZER, **options))
 
 
 def test_personal_data_are_invented_distinct_and_asked_for():
@@ -75,11 +65,11 @@ def test_one_person_is_asked_about_everything():
 
 def test_default_numbers(text_dir):
     assert len(load("privacy_refusal")) == 50
-    assert len(load("facts", corpus=str(text_dir))) == 24
+    assert len(load("facts", corpus=text_dir)) == 24
 
 
 def test_facts_are_once_in_their_context_and_asked_in_order_of_depth(text_dir):
-    for sample in load("facts", corpus=str(text_dir), limit=12):
+    for sample in load("facts", corpus=text_dir, limit=12):
         assert 700 <= count_tokens(sample.context) <= 1600
         answers = [question.answers[0] for question in sample.questions]
         assert len(set(answers)) == 4
@@ -110,14 +100,13 @@ def test_hidden_facts_stand_at_sentence_borders_all_over_the_passage(texts):
 @pytest.mark.parametrize("name", ["facts", "fidelity"])
 def test_a_sample_is_decided_by_seed_and_index_alone(text_dir, name):
     """By their sum, so that the contexts of a published table can be made again in parts."""
-    corpus = str(text_dir)
-    three = load(name, corpus=corpus, limit=3, seed=5)
+    three = load(name, corpus=text_dir, limit=3, seed=5)
     assert [sample.id for sample in three] == ["0", "1", "2"]
-    (third,) = load(name, corpus=corpus, limit=1, seed=7)
+    (third,) = load(name, corpus=text_dir, limit=1, seed=7)
     assert (third.context, third.questions) == (three[2].context, three[2].questions)
     assert len({sample.context for sample in three}) == 3
     for length in (600, 1200):
-        (sample,) = load(name, corpus=corpus, limit=1, length=length)
+        (sample,) = load(name, corpus=text_dir, limit=1, length=length)
         assert length * 7 // 16 <= count_tokens(sample.context) <= length
     with pytest.raises(ValueError, match=f"^{name}: lengths are measured in tokens: give the request a tokenizer"):
         TASKS[name].load(Request())
@@ -125,19 +114,15 @@ def test_a_sample_is_decided_by_seed_and_index_alone(text_dir, name):
 
 def test_impossible_contexts_are_refused(texts, text_dir):
     with pytest.raises(ValueError, match="^facts: needs a length of at least 462 tokens, got 400: raise the length"):
-        load("facts", corpus=str(text_dir), length=400)
-    assert load("facts", corpus=str(text_dir), length=463, limit=1)
+        load("facts", corpus=text_dir, length=400)
+    assert load("facts", corpus=text_dir, length=463, limit=1)
     with pytest.raises(ValueError, match="no passage of 90000"):
         draw_passage(texts, random.Random(0), count_tokens, 90000, 100000)
 
 
 def test_sentences_without_a_space_between_them_are_split():
-    assert split_sentences('It is so.We go on!  "Why?" he\nasked. Version 2.5 is out.') == [
-        "It is so.",
-        "We go on!",
-        '"Why?" he asked.',
-        "Version 2.5 is out.",
-    ]
+    sentences = ["It is so.", "We go on!", '"Why?" he asked.', "Version 2.5 is out."]
+    assert split_sentences('It is so.We go on!  "Why?" he\nasked. Version 2.5 is out.') == sentences
 
 
 def test_missing_essays_name_the_remedy(monkeypatch, tmp_path):
@@ -150,18 +135,19 @@ def test_missing_essays_name_the_remedy(monkeypatch, tmp_path):
 
 def test_passages_of_the_corpus(text_dir):
     sentences = [sentence for text in load_texts(text_dir) for sentence in text]
-    samples = load("fidelity", corpus=str(text_dir))
+    asked = [
+        "What is this text about?",
+        "What is the author's main argument?",
+        "Give an example that the author uses.",
+        "What does the author advise the reader to do?",
+        "Who or what does the author mention?",
+    ]
+    samples = load("fidelity", corpus=text_dir)
     assert len(samples) == 12 and len({sample.context for sample in samples}) == 12
     for sample in samples:
         assert sample.context in " ".join(sentences)
         assert 500 <= count_tokens(sample.context) <= 1000
-        assert [question.text for question in sample.questions] == [
-            "What is this text about?",
-            "What is the author's main argument?",
-            "Give an example that the author uses.",
-            "What does the author advise the reader to do?",
-            "Who or what does the author mention?",
-        ]
+        assert [question.text for question in sample.questions] == asked
         assert {(q.answers, q.metric, q.max_new_tokens) for q in sample.questions} == {((), "fidelity", 24)}
 
 
@@ -170,14 +156,14 @@ def test_own_text_files(tmp_path):
     (tmp_path / "a.txt").write_text("First.\n", encoding="utf-8")
     samples = TASKS["fidelity"].load(Request(source=str(tmp_path)))
     assert [(sample.id, sample.context) for sample in samples] == [("a", "First.\n"), ("b", "Second.")]
-    (sample,) = TASKS["fidelity"].load(Request(source=str(tmp_path / "b.txt")))
+    (sample,) = load("fidelity", source=tmp_path / "b.txt")
     assert sample.id == "b" and len(sample.questions) == 5
 
 
 def test_an_empty_text_file_is_named(tmp_path):
     (tmp_path / "a.txt").write_text(" \n", encoding="utf-8")
     with pytest.raises(ValueError, match=r"^fidelity: .*a.txt is empty"):
-        TASKS["fidelity"].load(Request(source=str(tmp_path)))
+        load("fidelity", source=tmp_path)
 
 
 def test_own_questions(tmp_path, monkeypatch):
@@ -185,11 +171,11 @@ def test_own_questions(tmp_path, monkeypatch):
     file = tmp_path / "own.jsonl"
     rows = [{"context": "one", "questions": ["Why?", "How?"]}, {"context": "two", "questions": None}]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    first, second = TASKS["fidelity"].load(Request(source=str(file)))
+    first, second = load("fidelity", source=file)
     assert [q.text for q in first.questions] == ["Why?", "How?"] and len(second.questions) == 5
-    assert TASKS["fidelity"].load(Request(source=str(tmp_path), limit=1)) == [first]
+    assert load("fidelity", source=tmp_path, limit=1) == [first]
 
 
 def test_fidelity_has_no_hub_data():
     with pytest.raises(ValueError, match="fidelity: no data are published"):
-        TASKS["fidelity"].load(Request(source="hub"))
+        load("fidelity", source="hub")

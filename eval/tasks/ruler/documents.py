@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ..base import HUB, Question, Request, Sample, Task
-from ..generation import grow, needed_tokens, token_counter
+from ..generation import TooLongError, sampler
 from ..loading import Published, read_rows
 from ..rows import Row, Rows
 from .templates import DOCUMENT, QA
@@ -54,21 +56,10 @@ HOTPOTQA = Documents(
 
 
 def read_questions(task: Task, documents: Documents, corpus: str | None) -> list[Asked]:
-    """Read all questions.
+    """
+    Read all questions; ValueError if there is no corpus, or if it is damaged.
 
-    Parameters
-    ----------
-    task : Task
-        Named in errors.
-    documents : Documents
-        What is needed.
-    corpus : str, optional
-        ``"hub"``, or a file or folder in the hub's columns (parquet, jsonl) or as RULER downloads it (json).
-
-    Raises
-    ------
-    ValueError
-        If there is no corpus, or if it is damaged.
+    It is ``"hub"``, or a file or folder in the hub's columns (parquet, jsonl) or as RULER downloads it (json).
     """
     if corpus is None:
         raise ValueError(
@@ -78,12 +69,11 @@ def read_questions(task: Task, documents: Documents, corpus: str | None) -> list
         )
     path = Path(corpus)
     candidates = [path] if path.suffix == ".json" else [path / name for name in documents.json_files]
-    for file in candidates:
-        if file.is_file():
-            rows = Rows(task.name, _json_rows(task.name, file, documents))
-            break
-    else:
+    file = next(filter(Path.is_file, candidates), None)
+    if file is None:
         rows = read_rows(task.name, corpus, documents.published)
+    else:
+        rows = Rows(task.name, _json_rows(task.name, file, documents))
     return squad_questions(rows) if documents is SQUAD else hotpot_questions(rows)
 
 
@@ -175,8 +165,8 @@ def make_qa(rng: random.Random, size: int, asked: Asked, documents: list[str]) -
     if missing <= len(asked.related):
         chosen += rng.sample(asked.related, missing)
     else:
-        known = {*chosen, *asked.related}
         chosen += asked.related
+        known = set(chosen)
         chosen += rng.sample([text for text in documents if text not in known], size - len(chosen))
     rng.shuffle(chosen)
     context = "\n\n".join(DOCUMENT.format(number=i, document=text) for i, text in enumerate(chosen, start=1))
@@ -184,37 +174,18 @@ def make_qa(rng: random.Random, size: int, asked: Asked, documents: list[str]) -
 
 
 def generate_qa(task: Task, request: Request, documents: Documents, length: int, number: int) -> list[Sample]:
-    """Ask the first questions whose documents fit, each among as many other documents as fit.
-
-    Raises
-    ------
-    ValueError
-        If there are no documents, or if no question fits.
-    """
-    count_tokens = token_counter(task, request)
-    budget = request.length or length
+    """Ask the first questions whose documents fit, each among as many others as fit; ValueError if there are none."""
+    draw = sampler(task, request, length)
     questions = read_questions(task, documents, request.corpus)
     texts = sorted({text for asked in questions for text in asked.documents + asked.related})
     samples: list[Sample] = []
     for index, asked in enumerate(questions):
-        if len(samples) == (number if request.limit is None else request.limit):
+        if len(samples) == request.number(number):
             break
-        seed = f"{task.name}/{budget}/{request.seed}/{index}"
-
-        def draw(size: int, index: int = index, asked: Asked = asked, seed: str = seed) -> Sample:
-            return Sample(str(index), *make_qa(random.Random(seed), size, asked, texts))
-
-        if needed_tokens(draw(len(asked.documents)), count_tokens) <= budget:
-            samples.append(
-                grow(
-                    task.name,
-                    draw,
-                    lambda sample: needed_tokens(sample, count_tokens),
-                    budget,
-                    len(asked.documents),
-                    len(texts),
-                )
-            )
+        with suppress(TooLongError):
+            make = partial(make_qa, asked=asked, documents=texts)
+            samples.append(draw(index, make, len(asked.documents), len(texts)))
     if not samples and request.limit != 0:
+        budget = request.length or length
         raise ValueError(f"{task.name}: no question with its documents fits into {budget} tokens: raise the length")
     return samples

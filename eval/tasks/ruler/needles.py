@@ -5,13 +5,13 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 from functools import cache
-from itertools import pairwise
 
 from ..base import Question
 from ..essays import read_corpus, split_sentences
 from ..generation import draw_distinct, draw_uuid
 from ..words import draw_pair
 from .templates import NEEDLE, NIAH, NOISE
+from .words import hide_in_lines
 
 # Percent of the sentences that may stand before a needle.
 DEPTHS = [round(100 * i / 39) for i in range(40)]
@@ -55,8 +55,9 @@ class Needles:
         if self.haystack == ESSAY:
             context = hide_in_sentences(needles, first_sentences(size, corpus), rng)
         else:
-            context = hide_between_lines(needles, self._lines(rng, size, taken), rng)
-
+            lines = self._lines(rng, size, taken)
+            hide_in_lines(needles[::-1], lines, rng)
+            context = "\n".join(lines)
         asked = rng.sample(range(self.num_keys), self.num_queries)
         queries = [keys[i] for i in asked]
         query = queries[0] if len(queries) == 1 else f"{', '.join(queries[:-1])}, and {queries[-1]}"
@@ -95,19 +96,8 @@ def first_sentences(num_words: int, corpus: str | None) -> list[str]:
 
 def hide_in_sentences(needles: list[str], sentences: list[str], rng: random.Random) -> str:
     """Put needles behind sentences, at different depths of `DEPTHS`."""
-    depths = sorted(rng.sample(DEPTHS, len(needles)))
-    borders = [0, *(len(sentences) * depth // 100 for depth in depths), len(sentences)]
-    parts = []
-    for (begin, end), needle in zip(pairwise(borders), [*needles, None], strict=True):
-        parts += sentences[begin:end]
-        if needle is not None:
-            parts.append(needle)
-    return " ".join(parts)
-
-
-def hide_between_lines(needles: list[str], lines: list[str], rng: random.Random) -> str:
-    """Put needles in front of different lines."""
-    positions = sorted(rng.sample(range(len(lines)), len(needles)), reverse=True)
-    for position, needle in zip(positions, needles, strict=True):
-        lines.insert(position, needle)
-    return "\n".join(lines)
+    depths = sorted(rng.sample(DEPTHS, len(needles)), reverse=True)
+    borders = [len(sentences) * depth // 100 for depth in depths]
+    for border, needle in zip(borders, reversed(needles), strict=True):
+        sentences.insert(border, needle)
+    return " ".join(sentences)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from ..base import GENERATED, HUB, Question, Request, Sample, Task
 from ..generation import generate
@@ -20,23 +20,12 @@ PUBLISHED = Published(
     "simonjegou/ruler",
     "test",
     ("context", "question", "answer_prefix", "answer", "task", "max_new_tokens"),
-    ("{length}/*", "*"),
-    data_dir="{length}",
 )
 Generator = Callable[[Task, Request], list[Sample]]
 
 
 class RulerTask(Task):
-    """
-    A task of RULER.
-
-    Parameters
-    ----------
-    subtask : str
-        Its name in the published data, in their column `task`.
-    generator : callable
-        Draws the samples of this task for a request.
-    """
+    """A task of RULER, by its name in the published data's column `task`, and what draws its samples for a request."""
 
     family = "ruler"
     sources = (GENERATED, HUB)
@@ -53,16 +42,12 @@ class RulerTask(Task):
     def _read(self, request: Request) -> list[Sample]:
         """Read published samples of the request's length."""
         length = str(request.length or LENGTH)
-        published = replace(
-            PUBLISHED, data_dir=length, files=tuple(files.format(length=length) for files in PUBLISHED.files)
-        )
-        rows = read_rows(self.name, request.source, published)
+        rows = read_rows(self.name, request.source, replace(PUBLISHED, data_dir=length, files=(f"{length}/*", "*")))
         tasks = rows.column("task")
         chosen = [index for index, task in enumerate(tasks) if task == self.subtask]
         if not chosen:
-            raise ValueError(
-                f"{self.name}: no task {self.subtask} in {request.source}, only {sorted(set(map(str, tasks)))}"
-            )
+            found = sorted(set(map(str, tasks)))
+            raise ValueError(f"{self.name}: no task {self.subtask} in {request.source}, only {found}")
         return [
             Sample(str(number), row.text("context"), (self._question(row),))
             for number, row in enumerate(rows[index] for index in chosen[: request.limit])
@@ -84,19 +69,19 @@ def hidden(needles: Needles) -> Generator:
     return lambda task, request: generate(
         task,
         request,
-        lambda rng, size: needles.make(rng, size, request.corpus),
+        partial(needles.make, corpus=request.corpus),
         length=LENGTH,
         number=NUM_SAMPLES,
         smallest=needles.smallest,
     )
 
 
-def drawn(make: Callable[[random.Random, int, int], tuple[str, tuple[Question, ...]]], smallest: int = 1) -> Generator:
+def drawn(make: Callable[..., tuple[str, tuple[Question, ...]]], smallest: int = 1) -> Generator:
     """Variables or words, drawn without any text."""
     return lambda task, request: generate(
         task,
         request,
-        lambda rng, size: make(rng, size, request.length or LENGTH),
+        partial(make, length=request.length or LENGTH),
         length=LENGTH,
         number=NUM_SAMPLES,
         smallest=smallest,

@@ -6,7 +6,7 @@ Wording after https://github.com/NVIDIA/RULER, cut as in the published data set 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..base import Question
@@ -37,9 +37,7 @@ class Template:
         text, answer_prefix = self.text, self.answer_prefix
         for plural, singular in (("Some", "A"), ("are all", "is"), ("are", "is"), ("answers", "answer")):
             text, answer_prefix = text.replace(plural, singular), answer_prefix.replace(plural, singular)
-        return Template(
-            text, answer_prefix, self.question_pattern, self.answer_pattern, self.max_new_tokens, self.metric
-        )
+        return replace(self, text=text, answer_prefix=answer_prefix)
 
     def split(self, prompt: str, answers: list[str]) -> tuple[str, tuple[Question, ...]]:
         """Cut a prompt into the context and its one question."""
@@ -89,11 +87,9 @@ FWE = Template(
     r"Answer:",
     max_new_tokens=50,
 )
+QA_TASK = "Answer the question based on the given documents. Only give me the answer and do not output any other words."
 QA = Template(
-    "Answer the question based on the given documents. Only give me the answer and do not output any other words."
-    "\n\nThe following are given documents.\n\n{context}\n\n"
-    "Answer the question based on the given documents. Only give me the answer and do not output any other words."
-    "\n\nQuestion: {query}",
+    f"{QA_TASK}\n\nThe following are given documents.\n\n{{context}}\n\n{QA_TASK}\n\nQuestion: {{query}}",
     " Answer:",
     r"Answer the question based on the given documents\.",
     # Not one that a question could hold.

@@ -38,11 +38,11 @@ def draw_chain(rng: random.Random, name_length: int, taken: set[str]) -> tuple[s
     return value, names, assignments
 
 
-def hide_chain(assignments: list[str], lines: list[str], rng: random.Random) -> None:
-    """Put the assignments, in their order, in front of different lines."""
-    positions = sorted(rng.sample(range(len(lines)), len(assignments)))
-    for shift, (position, assignment) in enumerate(zip(positions, assignments, strict=True)):
-        lines.insert(position + shift, assignment)
+def hide_in_lines(hidden: list[str], lines: list[str], rng: random.Random) -> None:
+    """Put other lines, in their order, in front of different lines."""
+    positions = sorted(rng.sample(range(len(lines)), len(hidden)))
+    for shift, (position, line) in enumerate(zip(positions, hidden, strict=True)):
+        lines.insert(position + shift, line)
 
 
 def make_vt(rng: random.Random, size: int, length: int) -> tuple[str, tuple[Question, ...]]:
@@ -60,7 +60,7 @@ def make_vt(rng: random.Random, size: int, length: int) -> tuple[str, tuple[Ques
 def _vt_prompt(rng: random.Random, size: int, name_length: int, taken: set[str]) -> tuple[str, list[str]]:
     value, names, assignments = draw_chain(rng, name_length, taken)
     lines = [NOISE] * size
-    hide_chain(assignments, lines, rng)
+    hide_in_lines(assignments, lines, rng)
     return VT.fill(context="\n".join(lines), query=value, number=len(names)), names
 
 

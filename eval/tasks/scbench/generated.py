@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import random
 import string
+from functools import partial
 
 from ..base import Question
 from ..generation import draw_distinct, draw_uuid
 from ..ruler.templates import NOISE, VT
-from ..ruler.words import HOPS, draw_chain, draw_letters, hide_chain
+from ..ruler.words import HOPS, draw_chain, draw_letters, hide_in_lines
 
 NUM_QUERIES = 5
 KV_TASK = "Extract the value corresponding to the specified key in the JSON object below."
@@ -52,7 +53,7 @@ def make_vt(rng: random.Random, size: int) -> tuple[str, tuple[Question, ...]]:
     chains = [draw_chain(rng, 5, taken) for _ in range(NUM_QUERIES)]
     lines = [NOISE] * size
     for _, _, assignments in chains:
-        hide_chain(assignments, lines, rng)
+        hide_in_lines(assignments, lines, rng)
     task, question = VT.text.split("\n{context}\n")
     return f"{task}\n" + "\n".join(lines), tuple(
         Question(
@@ -73,10 +74,8 @@ def make_prefix_suffix(rng: random.Random, size: int) -> tuple[str, tuple[Questi
     asked = list(zip(ends[::2], ends[1::2], strict=True))
 
     def draw(begin: str, end: str) -> str:
-        def word() -> str:
-            return begin + draw_letters(rng, string.ascii_lowercase, rng.randint(6, 18)) + end
-
-        return draw_distinct(word, 1, taken)[0]
+        middle = partial(draw_letters, rng, string.ascii_lowercase)
+        return draw_distinct(lambda: begin + middle(rng.randint(6, 18)) + end, 1, taken)[0]
 
     answers = [draw(begin, end) for begin, end in asked]
     others: list[str] = []

@@ -61,16 +61,7 @@ KINDS = {
 
 
 class ScbenchTask(Task):
-    """
-    A task of SCBench at a size.
-
-    Parameters
-    ----------
-    subtask : str
-        A name in `KINDS`.
-    size : str
-        An ending in `SIZES`.
-    """
+    """A task of SCBench, by its name in `KINDS`, at a size, by its ending in `SIZES`."""
 
     def __init__(self, subtask: str, size: str) -> None:
         self.name = f"scbench_{subtask}{size}"
@@ -87,23 +78,12 @@ class ScbenchTask(Task):
         if not wants_generated(self, request):
             return self._read(request)
         assert self.kind.make is not None
-        return generate(
-            self,
-            request,
-            self.kind.make,
-            length=SIZES[self.size],
-            number=NUM_CONTEXTS,
-            smallest=self.kind.smallest,
-        )
+        length, smallest = SIZES[self.size], self.kind.smallest
+        return generate(self, request, self.kind.make, length=length, number=NUM_CONTEXTS, smallest=smallest)
 
     def _read(self, request: Request) -> list[Sample]:
-        published = Published(
-            HUB_PATH,
-            "train",
-            COLUMNS + self.kind.columns,
-            (self.name, f"*/{self.name}"),
-            data_files=f"{self.name}.parquet",
-        )
+        columns, files = COLUMNS + self.kind.columns, (self.name, f"*/{self.name}")
+        published = Published(HUB_PATH, "train", columns, files, data_files=f"{self.name}.parquet")
         rows = read_rows(self.name, request.source, published)
         return [self._sample(row) for row in islice(rows, request.limit)]
 
@@ -133,13 +113,11 @@ class ScbenchTask(Task):
     def _metrics(self, row: Row, number: int) -> list[str]:
         if self.kind.metric:
             return [self.kind.metric] * number
-        names = row.expect(
-            "task",
-            f"a list of {number} names out of {', '.join(SUBTASK_METRICS)}",
-            lambda value: (
-                are_texts(value) and len(value) == number and all(_subtask(n) in SUBTASK_METRICS for n in value)
-            ),
-        )
+
+        def fits(value: Any) -> bool:
+            return are_texts(value) and len(value) == number and {*map(_subtask, value)} <= {*SUBTASK_METRICS}
+
+        names = row.expect("task", f"a list of {number} names out of {', '.join(SUBTASK_METRICS)}", fits)
         return [SUBTASK_METRICS[_subtask(name)] for name in names]
 
 
@@ -172,13 +150,7 @@ def _nth(row: Row, column: str, index: int) -> str:
 
 
 def option_line(query: str, letter: str) -> str:
-    """Return the line of a query that holds an option, such as "(B) a blue one" for the letter B.
-
-    Raises
-    ------
-    ValueError
-        If there isn't exactly one such line.
-    """
+    """Return a query's line with an option, such as "(B) a blue one" for B; ValueError unless it is exactly one."""
     marked = letter if letter.startswith("(") else f"({letter})"
     lines = [line.strip() for line in query.split("\n") if marked in line]
     if len(lines) != 1:
