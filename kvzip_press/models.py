@@ -90,13 +90,3 @@ class ModelLayout:
             num_kv_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
             head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
         )
-
-
-def layer_windows(model: PreTrainedModel) -> list[int | None]:
-    """Sliding window of each layer, see :class:`ModelLayout`."""
-    return ModelLayout.of(model).windows
-
-
-def head_dim(model: PreTrainedModel) -> int:
-    """Channels of a key."""
-    return ModelLayout.of(model).head_dim
