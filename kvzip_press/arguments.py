@@ -21,18 +21,10 @@ class CommandParser(argparse.ArgumentParser):
 
     def run(self, argv: Sequence[str] | None = None) -> int:
         """
-        Run the command that the arguments ask for.
+        Run the command that the arguments, by default those of the process, ask for.
 
-        Parameters
-        ----------
-        argv : sequence of str, optional
-            The arguments; those of the process by default.
-
-        Returns
-        -------
-        int
-            The exit status: 0, 1 when whoever read the output has seen enough, 2 after an error that the user can
-            mend, 130 when interrupted.
+        Return the exit status: 0, 1 when whoever read the output has seen enough, 2 after an error that the user can
+        mend, 130 when interrupted.
         """
         arguments = self.parse_args(argv)
         try:

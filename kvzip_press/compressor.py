@@ -49,28 +49,13 @@ def check_cache(cache: Cache) -> None:
 
 @dataclass(frozen=True)
 class PrefilledContext:
-    """
-    A cache and the tokens that filled it.
-
-    Parameters
-    ----------
-    cache : Cache
-        Dynamic cache, not compressed.
-    input_ids : torch.Tensor, optional
-        Shape (batch_size, num_tokens).
-    inputs_embeds : torch.Tensor, optional
-        Shape (batch_size, num_tokens, hidden_size), if ids are not known or not enough.
-    padding : list[int]
-        Left padding of each row.
-    next_positions : list[int]
-        Position id of the token after each row.
-    """
+    """A dynamic cache, not compressed, and the tokens that filled it."""
 
     cache: Cache
-    input_ids: torch.Tensor | None
-    inputs_embeds: torch.Tensor | None
-    padding: list[int]
-    next_positions: list[int]
+    input_ids: torch.Tensor | None  # (batch_size, num_tokens)
+    inputs_embeds: torch.Tensor | None  # (batch_size, num_tokens, hidden_size), if ids are not known or not enough
+    padding: list[int]  # Left padding of each row
+    next_positions: list[int]  # Position id of the token after each row
 
     def rows(self, prompts: EncodedPrompts, n_sink: int) -> list[RowContext]:
         """Describe each row, its chat prefix found in its own token ids."""
@@ -108,13 +93,10 @@ class Compressor:
 
     def score(self, context: PrefilledContext) -> list[torch.Tensor]:
         """
-        Replay each row of a context.
+        Scores (num_evicted_layers, num_kv_heads, held), float32, of each row of a context, which is replayed.
 
-        Returns
-        -------
-        list[torch.Tensor]
-            For each row, scores (num_evicted_layers, num_kv_heads, held), float32. ``held`` are the row's columns that
-            later tokens can see: all of its tokens, or the last window where every layer slides.
+        ``held`` are the row's columns that later tokens can see: all of its tokens, or the last window where every
+        layer slides.
         """
         done: dict[tuple, torch.Tensor] = {}
         scores = []
@@ -149,20 +131,10 @@ class Compressor:
         head_scores: torch.Tensor | None = None,
     ) -> None:
         """
-        Select and evict, in place.
+        Select by a level of :data:`kvzip_press.selection.LEVELS`, and evict in place.
 
-        Parameters
-        ----------
-        context : PrefilledContext
-            The context; its cache is compressed in place.
-        allowance : Allowance
-            How much stays.
-        level : str
-            See :data:`kvzip_press.selection.LEVELS`.
-        scores : list[torch.Tensor], optional
-            What :meth:`score` returned; needed by pair levels unless everything stays.
-        head_scores : torch.Tensor, optional
-            Shape (num_evicted_layers, num_kv_heads); needed by the head level.
+        Pair levels need ``scores``, what :meth:`score` returned, unless everything stays; the head level needs
+        ``head_scores`` (num_evicted_layers, num_kv_heads).
         """
         windows, evicted = self.layout.windows, self.layout.evicted
         layer = context.cache.layers[evicted[0]]
@@ -187,12 +159,5 @@ class Compressor:
                 subject[:] = SELECTORS[level](scores[row.row][..., begin - first :], allowance).cpu()
             prefix_pairs.append(num_kv_heads * (begin - first))
             context_pairs.append(num_kv_heads * tokens)
-        evict(
-            context.cache,
-            dict(zip(evicted, keep, strict=True)),
-            dict.fromkeys(evicted, prefix_pairs),
-            dict.fromkeys(evicted, context_pairs),
-            windows,
-            self.quantization,
-            self.decode_backend,
-        )
+        kept = dict(zip(evicted, keep, strict=True))
+        evict(context.cache, kept, prefix_pairs, context_pairs, windows, self.quantization, self.decode_backend)

@@ -47,32 +47,18 @@ def greedy(
     stop_at_first: bool = True,
 ) -> Iterator[int]:
     """
-    Continue a text greedily; what is read and chosen stays in the cache, see :func:`forgetting`.
+    Continue a text greedily, and yield each chosen token, an end token included.
+
+    What is read and chosen stays in the cache, see :func:`forgetting`.
 
     Parameters
     ----------
-    model : PreTrainedModel
-        The model.
-    cache : Cache
-        Holds what comes before the text.
     input_ids : torch.Tensor
         The text, shape (1, num_tokens).
     position : int
         Of its first token: the tokens of the context before any was evicted.
-    max_new_tokens : int
-        Most tokens to choose.
     stop_at_first : bool
         Whether an end token that comes first ends the answer.
-
-    Yields
-    ------
-    int
-        Each chosen token, an end token included.
-
-    Raises
-    ------
-    ValueError
-        If ``max_new_tokens`` is below 1.
     """
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")

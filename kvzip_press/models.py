@@ -44,90 +44,49 @@ def language_model(model: PreTrainedModel) -> Any:
     return inner
 
 
-def attention_modules(model: PreTrainedModel) -> list[nn.Module]:
-    """The attention module of each layer, in order."""
-    return [layer.self_attn for layer in language_model(model).layers]
-
-
-def layer_windows(model: PreTrainedModel) -> list[int | None]:
-    """
-    Sliding window of each layer in tokens, None where attention is global.
-
-    Raises
-    ------
-    ValueError
-        If a layer attends in chunks or in another way than globally or by sliding window.
-    """
-    config = language_model(model).config
-    window = getattr(config, "sliding_window", None)
-    layer_types = getattr(config, "layer_types", None)
-    if layer_types is None:
-        return [window] * config.num_hidden_layers
-    unknown = sorted(set(layer_types) - {"full_attention", "sliding_attention"})
-    if unknown:
-        raise ValueError(f"layers of type {', '.join(unknown)} can't be compressed; only full and sliding attention")
-    return [window if layer_type == "sliding_attention" else None for layer_type in layer_types]
-
-
-def head_dim(model: PreTrainedModel) -> int:
-    """Channels of a key."""
-    config = language_model(model).config
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-
-
 def reachable_columns(held: int, window: int | None) -> int:
     """How many of a layer's ``held`` last context columns some later token can still see."""
     return held if window is None else min(held, window - 1)
 
 
-def evicted_layers(windows: list[int | None]) -> list[int]:
-    """
-    Layers whose pairs are scored and evicted.
-
-    In hybrid models these are the global layers: sliding layers are small already. A model whose layers all slide is
-    evicted within its windows.
-    """
-    global_layers = [index for index, window in enumerate(windows) if window is None]
-    return global_layers or list(range(len(windows)))
-
-
 @dataclass(frozen=True)
 class ModelLayout:
-    """
-    Where a model's layers are and how they attend, resolved once for all that is done with it.
+    """Where a model's layers are and how they attend, resolved once for all that is done with it."""
 
-    Parameters
-    ----------
-    decoder : nn.Module
-        See :func:`language_model`.
-    attention : list[nn.Module]
-        Attention module of each layer.
-    windows : list[int | None]
-        Sliding window of each layer, see :func:`layer_windows`.
-    evicted : list[int]
-        Layers that are scored and evicted, see :func:`evicted_layers`.
-    num_kv_heads, head_dim : int
-        KV heads of a layer, and channels of a key.
-    """
-
-    decoder: Any
-    attention: list[nn.Module]
-    windows: list[int | None]
-    evicted: list[int]
+    decoder: Any  # See `language_model`
+    attention: list[nn.Module]  # The attention module of each layer
+    windows: list[int | None]  # Sliding window of each layer in tokens, None where attention is global
+    evicted: list[int]  # Layers whose pairs are scored and evicted
     num_kv_heads: int
-    head_dim: int
+    head_dim: int  # Channels of a key
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> ModelLayout:
         """
         Resolve a model.
 
+        In hybrid models the global layers are evicted: sliding layers are small already. A model whose layers all slide
+        is evicted within its windows.
+
         Raises
         ------
         ValueError
             If it has no decoder layers with attention, or one that attends neither globally nor by a sliding window.
         """
-        decoder, windows = language_model(model), layer_windows(model)
+        decoder = language_model(model)
         config = decoder.config
-        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        return cls(decoder, attention_modules(model), windows, evicted_layers(windows), heads, head_dim(model))
+        window = getattr(config, "sliding_window", None)
+        windows = [window] * config.num_hidden_layers
+        if (types := getattr(config, "layer_types", None)) is not None:
+            if unknown := sorted(set(types) - {"full_attention", "sliding_attention"}):
+                names = ", ".join(unknown)
+                raise ValueError(f"layers of type {names} can't be compressed; only full and sliding attention")
+            windows = [window if layer_type == "sliding_attention" else None for layer_type in types]
+        return cls(
+            decoder,
+            attention=[layer.self_attn for layer in decoder.layers],
+            windows=windows,
+            evicted=[index for index, window in enumerate(windows) if window is None] or list(range(len(windows))),
+            num_kv_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        )

@@ -106,23 +106,10 @@ class EncodedPrompts:
 
 def chat_affixes(tokenizer: PreTrainedTokenizerBase, opening: str = "", system: str | None = None) -> tuple[str, str]:
     """
-    Text that the chat template puts before and after a user's message.
+    Text that the chat template puts before and after a user's message; the opening of the message ends the text before.
 
-    Without a chat template: the BOS token and a line break, as kvpress's pipeline builds its prompts.
-
-    Parameters
-    ----------
-    tokenizer : PreTrainedTokenizerBase
-        Holds the template.
-    opening : str
-        Beginning of the message; it ends the text before.
-    system : str, optional
-        System prompt; not used without a chat template.
-
-    Raises
-    ------
-    ValueError
-        If the template doesn't hold a single user message exactly once.
+    Without a chat template: the BOS token and a line break, as kvpress's pipeline builds its prompts, and no system
+    prompt. A template that doesn't hold a single user message exactly once is refused.
     """
     if tokenizer.chat_template is None:
         return (tokenizer.bos_token or "") + opening, "\n"
@@ -130,9 +117,8 @@ def chat_affixes(tokenizer: PreTrainedTokenizerBase, opening: str = "", system: 
     mark = "#" * (len(opening) + 10)
     messages = [] if system is None else [{"role": "system", "content": system}]
     messages.append({"role": "user", "content": opening + mark})
-    rendered = tokenizer.apply_chat_template(
-        messages, add_generation_prompt=True, tokenize=False, enable_thinking=False
-    )
+    options = {"add_generation_prompt": True, "tokenize": False, "enable_thinking": False}
+    rendered = tokenizer.apply_chat_template(messages, **options)
     if rendered.count(mark) != 1:
         raise ValueError(
             f"the chat template of {tokenizer.name_or_path!r} holds the user's message {rendered.count(mark)} "
@@ -150,14 +136,7 @@ def context_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> torch.Tensor:
 
 
 def encode_prompts(prompts: ReplayPrompts, tokenizer: PreTrainedTokenizerBase | None) -> EncodedPrompts:
-    """
-    Tokenize ``prompts``.
-
-    Raises
-    ------
-    ValueError
-        If a part is text and there is no tokenizer.
-    """
+    """Tokenize ``prompts``; without a tokenizer no part may be text."""
 
     def encode(part: Text) -> list[int]:
         if not isinstance(part, str):
@@ -196,14 +175,7 @@ def knows_words(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def find_tokenizer(model: PreTrainedModel) -> PreTrainedTokenizerBase:
-    """
-    Load the tokenizer by the model's name, once.
-
-    Raises
-    ------
-    ValueError
-        If the model has no name, or no tokenizer is found under it.
-    """
+    """Load the tokenizer by the model's name, once; a model without a name, or a tokenizer under it, is refused."""
     name = model.config.name_or_path
     remedy = "pass KVzipPress(tokenizer=...)"
     if not name:

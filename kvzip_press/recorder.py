@@ -139,14 +139,8 @@ class PrefillRecorder:
     """
     Records every cache that the entering thread fills, until it is taken.
 
-    Caches that are compressed already, replays, and caches of other threads are left alone.
-
-    Parameters
-    ----------
-    model : PreTrainedModel
-        The model.
-    decoder : nn.Module
-        Its part that owns the layers, see :func:`kvzip_press.models.language_model`.
+    Caches that are compressed already, replays, and caches of other threads are left alone. ``decoder`` is the model's
+    part that owns the layers, see :func:`kvzip_press.models.language_model`.
     """
 
     def __init__(self, model: PreTrainedModel, decoder: nn.Module) -> None:
@@ -226,10 +220,7 @@ class PrefillRecorder:
         """
         Record until the end of the block.
 
-        Parameters
-        ----------
-        after_prefill : callable
-            Called with the cache inside ``model.generate``, between the prefill and the first decode step.
+        Inside ``model.generate``, ``after_prefill`` is called with the cache between prefill and first decode step.
         """
         with ExitStack() as block:
             handles = [

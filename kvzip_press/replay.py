@@ -207,8 +207,8 @@ def replay_row(
     *,
     scorer: Scorer,
     local: bool,
-    backend: str = "auto",
-    progress: bool = False,
+    backend: str,
+    progress: bool,
 ) -> torch.Tensor:
     """
     Replay one row and score its pairs.
@@ -216,19 +216,9 @@ def replay_row(
     Replayed tokens never enter the caller's cache, no logits are computed, and the cached context is read in place.
     Their position ids continue after the context, in local replay too.
 
-    Parameters
-    ----------
-    layout : ModelLayout
-        The model that filled the cache.
-    cache : Cache
-        Its layers hold ``keys`` and ``values`` of shape (batch_size, num_kv_heads, held, head_dim).
-    context, passes
-        The row, and the plan of its replay.
-    forward_hook : callable
-        Called after the attention of each scored layer in each pass, as a hook of ``nn.Module`` with keyword arguments;
-        has the scores collected (:meth:`ReplayCache.collect`).
-    scorer, local, backend, progress
-        See :class:`kvzip_press.KVzipPress`.
+    ``forward_hook`` is called after the attention of each scored layer in each pass, as a hook of ``nn.Module`` with
+    keyword arguments, and has the scores collected (:meth:`ReplayCache.collect`). The options are those of
+    :class:`kvzip_press.KVzipPress`.
 
     Returns
     -------

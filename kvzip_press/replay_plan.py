@@ -19,76 +19,35 @@ _PARTIAL_REPEAT = 10
 
 @dataclass(frozen=True)
 class RowContext:
-    """
-    One row of a prefilled cache.
-
-    Parameters
-    ----------
-    row : int
-        Row of the cache.
-    padding : int
-        Left padding: columns of the cache before the row's first token.
-    num_tokens : int
-        Tokens of the row.
-    input_ids : list[int], optional
-        Their ids, if known.
-    inputs_embeds : torch.Tensor, optional
-        Their embeddings, shape (num_tokens, hidden_size), where ids are not known or not enough (images).
-    next_position : int
-        Position id of the token after the context.
-    prefix_length : int
-        Leading tokens of the chat template.
-    protected : int
-        Leading tokens that are always kept, and not replayed.
-    """
+    """One row of a prefilled cache."""
 
     row: int
-    padding: int
+    padding: int  # Columns of the cache before the row's first token
     num_tokens: int
     input_ids: list[int] | None
-    inputs_embeds: torch.Tensor | None
-    next_position: int
-    prefix_length: int
-    protected: int
+    inputs_embeds: torch.Tensor | None  # (num_tokens, hidden_size), where ids are not known or not enough (images)
+    next_position: int  # Position id of the token after the context
+    prefix_length: int  # Leading tokens of the chat template
+    protected: int  # Leading tokens that are always kept, and not replayed
 
 
 @dataclass(frozen=True)
 class ReplayPass:
-    """
-    One forward pass of the replay.
+    """One forward pass of the replay."""
 
-    Parameters
-    ----------
-    prompt : list[int]
-        Token ids fed first.
-    fed : tuple[int, int]
-        Tokens of the context fed after them.
-    scored : tuple[int, int]
-        Tokens of the context whose pairs are scored.
-    """
-
-    prompt: list[int]
-    fed: tuple[int, int]
-    scored: tuple[int, int]
+    prompt: list[int]  # Token ids fed first
+    fed: tuple[int, int]  # Tokens of the context fed after them
+    scored: tuple[int, int]  # Tokens of the context whose pairs are scored
 
 
 def plan_replay(
     context: RowContext, prompts: EncodedPrompts, *, chunk_size: int, repeat: str = "context"
 ) -> list[ReplayPass]:
     """
-    Cut a context into chunks and put a prompt before each.
+    Cut a context into chunks and put a prompt before each; without ids, later prompts have no anchor tokens.
 
-    Parameters
-    ----------
-    context : RowContext
-        The context. Where only its embeddings are known, later prompts have no anchor tokens.
-    prompts : EncodedPrompts
-        Wording.
-    chunk_size : int
-        Context tokens a pass.
-    repeat : str
-        ``"context"`` replays all of it. The ablations of the paper's section 6.1 replay the ``"first"`` or ``"last"``
-        tenth, or the ``"prompt"`` alone, in one pass that scores everything.
+    ``repeat="context"`` replays all of it. The ablations of the paper's section 6.1 replay the ``"first"`` or the
+    ``"last"`` tenth, or the ``"prompt"`` alone, in one pass that scores everything.
     """
     protected, num_tokens = context.protected, context.num_tokens
     suffix = prompts.suffix(context.prefix_length)

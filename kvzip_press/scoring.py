@@ -11,20 +11,10 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Scorer:
-    """
-    A score of context pairs.
+    """A score of context pairs."""
 
-    Parameters
-    ----------
-    reduction : str
-        Over the query heads of the group and all replayed tokens, see
-        :data:`kvzip_press.kernels.api.REDUCTIONS`.
-    normalized : bool
-        Weight each pair by ``||W_O v||`` and each replayed token by ``1 / ||h||``.
-    """
-
-    reduction: str
-    normalized: bool = False
+    reduction: str  # Over the query heads of the group and all replayed tokens: one of `kernels.api.REDUCTIONS`
+    normalized: bool = False  # Weight each pair by ||W_O v|| and each replayed token by 1 / ||h||
 
     def weights(self, module: nn.Module, hidden_states: torch.Tensor, values: torch.Tensor) -> dict[str, Any]:
         """
@@ -55,12 +45,7 @@ def value_output_norm(module: nn.Module, values: torch.Tensor) -> torch.Tensor:
     ``||W_O v||``: magnitude of what each pair writes into the residual stream, by query head.
 
     Of values (batch_size, num_kv_heads, n, head_dim), by the module's ``o_proj``: (batch_size, num_kv_heads, group, n),
-    float32.
-
-    Raises
-    ------
-    ValueError
-        If the output projection has no floating-point weight (quantised models).
+    float32. A module whose output projection has no floating-point weight (quantised models) is refused.
     """
     weight = getattr(getattr(module, "o_proj", None), "weight", None)
     if weight is None or not weight.is_floating_point():

@@ -12,19 +12,9 @@ MIN_WIDTH = 40
 
 def format_table(rows: Sequence[Mapping[str, Any]], formats: Mapping[str, str]) -> str:
     """
-    Align rows below their column names.
+    Align rows below their column names, which are given in order with the format specification of each.
 
-    Parameters
-    ----------
-    rows : sequence of mapping
-        One mapping a row; None and missing values are shown as "-".
-    formats : mapping
-        Column names in order, with the format specification of each.
-
-    Returns
-    -------
-    str
-        The table: columns without a specification to the left, others to the right.
+    Columns without a specification stand to the left, others to the right; None and missing values are shown as "-".
     """
     cells = [
         ["-" if row.get(name) is None else format(row[name], spec) for name, spec in formats.items()] for row in rows

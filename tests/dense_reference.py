@@ -17,18 +17,15 @@ NAME = "dense_masked_reference"
 
 def recover_keep(full_keys: torch.Tensor, layer: RaggedLayer) -> torch.Tensor:
     """Which pairs a ragged layer kept, found by looking its keys up in the full ones: (batch, num_kv_heads, held)."""
-    batch_size, num_kv_heads, held, _ = full_keys.shape
-    keep = torch.zeros(batch_size, num_kv_heads, held, dtype=torch.bool)
-    bounds = layer.cu_seqlens.tolist()
-    for row in range(batch_size):
-        for head in range(num_kv_heads):
-            segment = row * num_kv_heads + head
-            position = 0
-            for key in layer.packed_keys[bounds[segment] : bounds[segment + 1]]:
-                while not torch.equal(full_keys[row, head, position], key):
-                    position += 1
-                keep[row, head, position] = True
+    keep = torch.zeros(full_keys.shape[:3], dtype=torch.bool)
+    segments = layer.packed_keys.split(layer.cu_seqlens.diff().tolist())
+    for keys, kept, segment in zip(full_keys.flatten(0, 1), keep.flatten(0, 1), segments, strict=True):
+        position = 0
+        for key in segment:
+            while not torch.equal(keys[position], key):
                 position += 1
+            kept[position] = True
+            position += 1
     return keep
 
 

@@ -10,6 +10,7 @@ import torch
 from dense_reference import keep_masks
 from tiny_models import build_tokenizer
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from kvzip_press import KVzipPress
@@ -25,14 +26,13 @@ def make_press(**parameters) -> KVzipPress:
 
 
 @torch.no_grad()
-def prefill(model: PreTrainedModel, ids: torch.Tensor, press: KVzipPress | None = None, **kwargs) -> Cache:
-    """Feed a context to a new cache, under a press if there is one."""
-    cache = DynamicCache()
-    if press is None:
+def prefill(
+    model: PreTrainedModel, ids: torch.Tensor, press: KVzipPress | None = None, cache: Cache | None = None, **kwargs
+) -> Cache:
+    """Feed a context to a cache, a new one if none is given, under a press if there is one."""
+    cache = DynamicCache() if cache is None else cache
+    with nullcontext() if press is None else press(model):
         model.model(input_ids=ids, past_key_values=cache, **kwargs)
-    else:
-        with press(model):
-            model.model(input_ids=ids, past_key_values=cache, **kwargs)
     return cache
 
 
@@ -72,8 +72,19 @@ def generated(model: PreTrainedModel, ids: torch.Tensor, press: KVzipPress | Non
 
 def packed_states(cache: Cache) -> list[torch.Tensor]:
     """Copies of everything the ragged layers hold of their context."""
-    layers = [layer for layer in cache.layers if isinstance(layer, RaggedLayer)]
-    return [t.clone() for layer in layers for t in (layer.packed_keys, layer.packed_values, layer.cu_seqlens)]
+    return [t.clone() for layer in ragged(cache) for t in (layer.packed_keys, layer.packed_values, layer.cu_seqlens)]
+
+
+def ragged(cache: Cache) -> list[RaggedLayer]:
+    """The layers that are evicted."""
+    return [layer for layer in cache.layers if isinstance(layer, RaggedLayer)]
+
+
+def pad(rows: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """A batch of rows of ids (1, n), padded on the left to the length of the first, and its mask."""
+    width = rows[0].shape[1]
+    ids = torch.cat([torch.nn.functional.pad(row, (width - row.shape[1], 0)) for row in rows])
+    return ids, torch.stack([torch.arange(width) >= width - row.shape[1] for row in rows]).long()
 
 
 def all_equal(tensors: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
@@ -85,6 +96,18 @@ def kept_positions(full: Cache, compressed: Cache, row: int = 0) -> list[list[se
     """Which positions each layer and head of a compressed cache kept, found by their keys in the full cache."""
     masks = keep_masks(full, compressed)
     return [[set(head.nonzero().flatten().tolist()) for head in masks[layer][row]] for layer in sorted(masks)]
+
+
+class Operations(TorchDispatchMode):
+    """Collects the names of the operations that run."""
+
+    def __enter__(self):
+        self.names = []
+        return super().__enter__()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.append(function._schema.name.split("::")[1])
+        return function(*args, **(kwargs or {}))
 
 
 @contextmanager

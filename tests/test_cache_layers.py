@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import gc
 
+import numpy as np
 import pytest
 import torch
 from dense_reference import dense_masked, keep_masks
-from harness import TOLERANCE, all_equal, ask, follow, make_press, packed_states, prefill, refused, scores_of
+from harness import TOLERANCE, all_equal, ask, follow, make_press, packed_states, prefill, ragged, refused, scores_of
 from tiny_models import WINDOW, build_model, random_ids
 from transformers import Cache, DynamicCache, EncoderDecoderCache, StaticCache
 from transformers.cache_utils import QuantizedLayer
@@ -15,7 +16,6 @@ from transformers.cache_utils import QuantizedLayer
 from kvzip_press import cache_nbytes, is_compressed, kept_fraction
 from kvzip_press import press as press_module
 from kvzip_press.cache import ragged as cache_module
-from kvzip_press.cache.logical import LogicalStates
 from kvzip_press.cache.ragged import RaggedLayer
 from kvzip_press.cache.window import WindowLayer
 from kvzip_press.models import language_model
@@ -75,17 +75,13 @@ def test_the_logical_keys_can_only_be_cropped(model):
     """Shape, dtype and device of the logical tensors can be read; what would need their data raises with a remedy."""
     cache = prefill(model, IDS, make_press(ratio=0.3))
     follow(model, cache, QUESTION)
-    layer = cache.layers[0]
-    keys = layer.keys
-    assert isinstance(keys, LogicalStates)
+    layer, keys = cache.layers[0], cache.layers[0].keys
     assert keys.shape == keys.size() == (1, 2, 86, 8) and keys.size(2) == 86 and keys.numel() == 2 * 86 * 8
     assert keys.dtype == torch.float32 and keys.device == torch.device("cpu")
     assert keys[..., :83, :].shape == keys[:, :, :-3].shape == (1, 2, 83, 8)
-    for index in ((0,), (slice(None), 0), (slice(None), slice(None), slice(5, 80)), (slice(None),) * 3 + (slice(4),)):
+    for index in (np.s_[0], np.s_[:, 0], np.s_[:, :, 5:80], np.s_[:, :, :, :4], np.s_[:, :, ::2]):
         with pytest.raises(TypeError, match="layer.packed_keys"):
             keys[index]
-    with pytest.raises(TypeError, match="layer.packed_keys"):
-        keys[:, :, ::2]
     with pytest.raises(TypeError, match="can only be cropped, got Tensor"):
         layer.keys = torch.zeros(1, 2, 80, 8)
     with pytest.raises(ValueError, match="compressed context"):
@@ -93,17 +89,10 @@ def test_the_logical_keys_can_only_be_cropped(model):
     assert layer.get_seq_length() == 86
 
 
-class IdentityQuantizedLayer(QuantizedLayer):
-    """A quantised layer without its quantiser, which is no dependency of ours."""
+class Quantised(QuantizedLayer):
+    """Without its quantiser, which is no dependency of ours."""
 
-    def __init__(self):
-        super().__init__(residual_length=16)
-
-    def _quantize(self, tensor, axis):
-        return tensor
-
-    def _dequantize(self, tensor):
-        return tensor
+    _quantize = _dequantize = None
 
 
 def offloaded_cache(config) -> Cache:
@@ -113,23 +102,20 @@ def offloaded_cache(config) -> Cache:
     return cache
 
 
-def foreign_caches(model) -> dict[str, Cache]:
-    config = model.config
-    return {
-        "quantised": Cache(layers=[IdentityQuantizedLayer() for _ in range(4)]),
-        "quantised, made by its first update": Cache(layer_class_to_replicate=IdentityQuantizedLayer),
-        "static": StaticCache(config=config, max_cache_len=128),
-        "offloaded": offloaded_cache(config),
-        "encoder-decoder": EncoderDecoderCache(DynamicCache(), DynamicCache()),
-    }
+FOREIGN = {
+    "quantised": lambda config: Cache(layers=[Quantised() for _ in range(4)]),
+    "quantised, made by its first update": lambda config: Cache(layer_class_to_replicate=Quantised),
+    "static": lambda config: StaticCache(config=config, max_cache_len=128),
+    "offloaded": offloaded_cache,
+    "encoder-decoder": lambda config: EncoderDecoderCache(DynamicCache(), DynamicCache()),
+}
 
 
-@pytest.mark.parametrize("kind", list(foreign_caches(build_model("llama"))))
+@pytest.mark.parametrize("kind", FOREIGN)
 def test_caches_that_can_not_be_replaced_are_refused_before_any_forward(model, kind):
     """Quantised, static, offloaded and encoder-decoder caches: an error that names the remedy, and no work done."""
-    cache = foreign_caches(model)[kind]
-    with refused(model, r"can't be compressed.*past_key_values=DynamicCache\(\)"), make_press()(model):
-        model.model(input_ids=IDS, past_key_values=cache)
+    with refused(model, r"can't be compressed.*past_key_values=DynamicCache\(\)"):
+        prefill(model, IDS, make_press(), FOREIGN[kind](model.config))
 
 
 @pytest.mark.parametrize("implementation", ["static", "offloaded", "offloaded_static"])
@@ -148,10 +134,8 @@ def test_generate_with_another_cache_implementation_is_refused(model, implementa
 def test_hybrid_models_evict_their_global_layers_and_shrink_the_sliding_ones(family, known):
     """Global layers become ragged; sliding ones keep what a later token can still see, whole, in both cache kinds."""
     model = build_model(family)
-    decoder = language_model(model)
-    cache = DynamicCache(config=decoder.config) if known else DynamicCache()
-    with torch.no_grad(), make_press(ratio=0.3)(model):
-        decoder(input_ids=IDS, past_key_values=cache)
+    config = language_model(model).config if known else None
+    cache = prefill(model, IDS, make_press(ratio=0.3), DynamicCache(config=config))
     assert [type(layer) for layer in cache.layers] == [WindowLayer, RaggedLayer] * 2
     full = prefill(model, IDS)
     for index, layer in enumerate(cache.layers):
@@ -176,8 +160,7 @@ def test_answers_longer_than_the_window_equal_the_masked_dense_reference(family)
 
 def test_a_model_that_slides_everywhere_evicts_within_its_windows():
     """Only the pairs that a later token can see count, and of those the ratio is kept."""
-    model = build_model("mistral-sliding")
-    cache = prefill(model, IDS, make_press(ratio=0.5, n_sink=0))
+    cache = prefill(build_model("mistral-sliding"), IDS, make_press(ratio=0.5, n_sink=0))
     assert all(isinstance(layer, RaggedLayer) and layer.window == WINDOW for layer in cache.layers)
     assert sum(layer.kept_pairs for layer in cache.layers) == round(0.5 * 4 * 2 * (WINDOW - 1))
     assert min(int(layer.positions.min()) for layer in cache.layers) >= 80 - (WINDOW - 1)
@@ -207,8 +190,7 @@ def test_bytes_fall_with_the_kept_fraction(family, replay):
             expected += 2 * pairs * layer.head_dims[0] * 4 + (0 if layer.window is None else 4 * pairs) + 3 * 8
         else:
             expected += 2 * 2 * (WINDOW - 1) * layer.head_dims[0] * 4
-    assert cache_nbytes(cache) == expected
-    assert cache_nbytes(cache) < 0.15 * cache_nbytes(prefill(model, ids))
+    assert cache_nbytes(cache) == expected < 0.15 * cache_nbytes(prefill(model, ids))
 
 
 def full_tensors_alive() -> int:
@@ -218,26 +200,22 @@ def full_tensors_alive() -> int:
 
 def test_the_full_tensors_are_released(model):
     """Nothing holds on to the full keys and values once the block has ended."""
-    cache = DynamicCache()
     with torch.no_grad(), make_press(ratio=0.1)(model):
-        model.model(input_ids=random_ids(83), past_key_values=cache)
+        cache = prefill(model, random_ids(83))
         assert full_tensors_alive() >= 8
-    assert full_tensors_alive() == 0
+    assert is_compressed(cache) and full_tensors_alive() == 0
 
 
 def test_decoding_reads_the_kept_pairs_alone(monkeypatch, model):
     """Each decode step attends to exactly the kept pairs of each layer: its cost falls with the ratio."""
-    read = []
-    decode_attention = cache_module.decode_attention
+    read, decode_attention = [], cache_module.decode_attention
 
     def spy(query, packed_key, *args, **kwargs):
         read.append(len(packed_key))
         return decode_attention(query, packed_key, *args, **kwargs)
 
     monkeypatch.setattr(cache_module, "decode_attention", spy)
-    ids = random_ids(204)
-    cache = prefill(model, ids, make_press(ratio=0.1))
-    follow(model, cache, QUESTION[:, :1], 1)
+    follow(model, prefill(model, random_ids(204), make_press(ratio=0.1)), QUESTION[:, :1], 1)
     assert sum(read) == 2 * (round(0.1 * 200 * 8) + 4 * 8)
 
 
@@ -259,7 +237,7 @@ def test_half_precision_gives_finite_logits_near_the_reference(family, dtype):
     """In float16 and bfloat16 nothing overflows, and logits stay as near to the masked reference as the format is."""
     model = build_model(family).to(dtype)
     compressed, full = prefill(model, IDS, make_press(ratio=0.3)), prefill(model, IDS)
-    assert all(layer.packed_keys.dtype == dtype for layer in compressed.layers if isinstance(layer, RaggedLayer))
+    assert all(layer.packed_keys.dtype == dtype for layer in ragged(compressed))
     keep = keep_masks(full, compressed)
     ours = ask(model, compressed, QUESTION, 0).float()
     assert torch.isfinite(ours).all()
@@ -283,8 +261,8 @@ def test_overflowed_attention_is_an_error_not_a_selection(model):
     with torch.no_grad():
         model.model.layers[1].self_attn.k_proj.weight[0, 0] = torch.nan
     cache = DynamicCache()
-    with pytest.raises(ValueError, match="NaN.*bfloat16 or float32"), torch.no_grad(), make_press()(model):
-        model.model(input_ids=IDS, past_key_values=cache)
+    with pytest.raises(ValueError, match="NaN.*bfloat16 or float32"):
+        prefill(model, IDS, make_press(), cache)
     assert not is_compressed(cache)
 
 
@@ -294,14 +272,6 @@ def test_bfloat16_scores_are_distinct_so_that_ties_do_not_decide():
     assert scores.dtype == torch.float32
     scored = scores[..., 4:].flatten()
     assert len(scored.unique()) > 0.98 * len(scored)
-
-
-def tensors_of(cache):
-    for layer in cache.layers:
-        if isinstance(layer, RaggedLayer):
-            yield from (layer.packed_keys, layer.packed_values, *layer._tail._buffers)
-        else:
-            yield from layer._tail._buffers
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "mistral-sliding"])
@@ -319,8 +289,9 @@ def test_compressed_and_asked_in_any_gradient_mode(family, compress_mode, ask_mo
             logits = model(input_ids=QUESTION, past_key_values=cache).logits
             torch.testing.assert_close(logits.detach(), expected, **TOLERANCE)
             cache.crop(80)
-    assert not any(tensor.requires_grad or tensor.grad_fn is not None for tensor in tensors_of(cache))
-    assert not any(tensor.is_inference() for tensor in tensors_of(cache))
+    tensors = [tensor for layer in cache.layers for tensor in layer._tail._buffers]
+    tensors += [getattr(layer, name) for layer in ragged(cache) for name in ("packed_keys", "packed_values")]
+    assert not any(tensor.requires_grad or tensor.grad_fn is not None or tensor.is_inference() for tensor in tensors)
 
 
 def test_training_with_dropout_is_refused(model):

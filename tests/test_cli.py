@@ -50,29 +50,44 @@ def run(capsys, model_folder):
     return run
 
 
+@pytest.fixture
+def report(run, document):
+    """Ask the document a question with some options, and return the JSON object."""
+
+    def report(*options):
+        status, out, err = run("ask", document, "-q", "What is it?", "--max-new-tokens", 4, "--json", *options)
+        assert status == 0, err
+        return json.loads(out)
+
+    return report
+
+
 def assert_one_line_error(outcome, *parts):
     status, out, err = outcome
-    assert status == 2
-    assert out == ""
-    lines = [line for line in err.splitlines() if line.startswith("kvzip-press: error: ")]
-    assert len(lines) == 1, err
-    assert "Traceback" not in err
-    for part in parts:
-        assert part in lines[0]
+    assert status == 2 and out == "" and "Traceback" not in err
+    (line,) = (line for line in err.splitlines() if line.startswith("kvzip-press: error: "))
+    assert all(part in line for part in parts), line
 
 
-def test_table(run, document):
-    status, out, _ = run("ask", document, "-q", "What is it?", "-q", "Where is it?", "--max-new-tokens", 3)
-    assert status == 0
+def test_table(run, document, monkeypatch):
+    """Kernels are warmed up before anything is timed: compilation at first use would be in the compressed times."""
+    compressed, compress = [], CompressedContext.compress
+
+    def noted(model, tokenizer, text, **options):
+        compressed.append(text)
+        return compress(model, tokenizer, text, **options)
+
+    monkeypatch.setattr(CompressedContext, "compress", noted)
+    status, out, err = run("ask", document, "-q", "What is it?", "-q", "Where is it?", "--max-new-tokens", 3)
+    assert status == 0, err
     for part in ("document.txt", "prefill", "compression", "decoding, per token", "Full cache", "% kept"):
         assert part in out
     assert out.count("Question: ") == 2
+    assert compressed == [cli.WARM_UP, document.read_text().strip()]
 
 
-def test_json(run, document):
-    status, out, _ = run("ask", document, "-q", "What is it?", "--ratio", 0.5, "--max-new-tokens", 4, "--json")
-    assert status == 0
-    report = json.loads(out)
+def test_json(report):
+    report = report("--ratio", 0.5)
     assert set(report) == {
         "version", "model", "document", "ratio", "quantization", "dtype", "device", "tokens", "full", "compressed",
         "answers",
@@ -82,8 +97,7 @@ def test_json(run, document):
         assert set(report[name]) == {
             "bytes", "kept_fraction", "prefill_seconds", "compress_seconds", "decode_seconds_per_token",
         }  # fmt: skip
-    assert report["full"]["kept_fraction"] == 1
-    assert report["full"]["compress_seconds"] == 0
+    assert report["full"]["kept_fraction"] == 1 and report["full"]["compress_seconds"] == 0
     assert 0.4 < report["compressed"]["kept_fraction"] < 0.6
     assert report["compressed"]["bytes"] < report["full"]["bytes"]
     (answer,) = report["answers"]
@@ -93,9 +107,8 @@ def test_json(run, document):
         assert 1 <= answer[name]["tokens"] <= 4
 
 
-def test_nothing_removed_answers_as_the_full_cache(run, document):
-    _, out, _ = run("ask", document, "-q", "What is it?", "--ratio", 1, "--max-new-tokens", 8, "--json")
-    (answer,) = json.loads(out)["answers"]
+def test_nothing_removed_answers_as_the_full_cache(report):
+    (answer,) = report("--ratio", 1)["answers"]
     assert answer["full"]["text"] == answer["compressed"]["text"]
 
 
@@ -106,42 +119,28 @@ def test_nothing_removed_answers_as_the_full_cache(run, document):
         ["--level", "pair-uniform", "--replay", "full"],
         ["--scorer", "kvzip-plus", "--replay", "local", "--chunk-size", "32"],
         ["--dtype", "bfloat16"],
+        ["--scorer", "mine"],
     ],
     ids=" ".join,
 )
-def test_options_reach_the_press(run, document, options):
-    status, out, err = run("ask", document, "-q", "What is it?", "--max-new-tokens", 2, "--json", *options)
-    assert status == 0, err
-    assert json.loads(out)["compressed"]["kept_fraction"] < 0.6
-
-
-def test_a_new_scorer_needs_one_registry_line(run, document, monkeypatch):
-    """The command line knows no names of its own."""
+def test_options_reach_the_press(report, monkeypatch, options):
+    """The command line knows no names of its own: what a registry holds, it takes."""
     monkeypatch.setitem(scoring.SCORERS, "mine", scoring.SCORERS["l2"])
-    status, _, err = run("ask", document, "-q", "What is it?", "--max-new-tokens", 2, "--scorer", "mine")
-    assert status == 0, err
+    assert report(*options)["compressed"]["kept_fraction"] < 0.6
 
 
-def test_quantised_bytes_are_reported(run, document):
-    compressed = {}
-    for quantization in (None, "int8", "int4"):
-        options = [] if quantization is None else ["--quantization", quantization]
-        status, out, err = run("ask", document, "-q", "What is it?", "--max-new-tokens", 2, "--json", *options)
-        assert status == 0, err
-        report = json.loads(out)
-        assert report["quantization"] == quantization
-        compressed[quantization] = report["compressed"]["bytes"]
-    assert compressed["int4"] < compressed["int8"] < 0.6 * compressed[None]
+def test_quantised_bytes_are_reported(report):
+    plain, *quantized = (report(*options) for options in ([], ["--quantization=int8"], ["--quantization=int4"]))
+    assert [one["quantization"] for one in (plain, *quantized)] == [None, "int8", "int4"]
+    int8, int4 = (one["compressed"]["bytes"] for one in quantized)
+    assert int4 < int8 < 0.6 * plain["compressed"]["bytes"]
 
 
-def test_head_scores_are_made_and_used(run, document, tmp_path):
+def test_head_scores_are_made_and_used(run, report, document, tmp_path):
     scores = tmp_path / "scores.safetensors"
     status, out, err = run("heads", "score", document, "-o", scores)
-    assert status == 0, err
-    assert out == ""
-    assert scores.is_file()
-    status, _, err = run("ask", document, "-q", "What is it?", "--level", "head", "--head-scores", scores)
-    assert status == 0, err
+    assert status == 0 and out == "" and scores.is_file(), err
+    report("--level", "head", "--head-scores", scores)
 
 
 @pytest.mark.parametrize(
@@ -170,10 +169,6 @@ def test_wrong_options_are_one_line(run, document, monkeypatch, options, parts):
     assert_one_line_error(run("ask", document, "-q", "What?", *shlex.split(options)), *parts)
 
 
-def test_no_question(run, document):
-    assert_one_line_error(run("ask", document), "-q/--question", "required")
-
-
 @pytest.mark.parametrize(
     ("content", "parts"),
     [
@@ -198,31 +193,24 @@ def test_document_too_long_is_refused_before_any_forward(run, document, monkeypa
     assert_one_line_error(run("ask", document, "-q", "What?"), "too long by 7 tokens", f"holds {WINDOW}", "shorten")
 
 
-def test_longest_document_that_fits(run, document):
-    document.write_text("a" * (WINDOW - BEFORE - AFTER - 2 - 5 - 4), encoding="utf-8")
-    status, _, err = run("ask", document, "-q", "What?", "--max-new-tokens", 4)
-    assert status == 0, err
+def test_longest_document_that_fits(report, document):
+    document.write_text("a" * (WINDOW - BEFORE - AFTER - 2 - len("What is it?") - 4), encoding="utf-8")
+    report()
 
 
-@pytest.mark.parametrize(("name", "message"), [("", "is not a file"), ("none/scores.safetensors", "does not exist")])
-def test_scores_into_a_place_that_is_none(run, document, tmp_path, name, message):
-    assert_one_line_error(run("heads", "score", document, "-o", tmp_path / name), message)
-
-
-def test_document_is_a_folder(run, tmp_path):
+def test_arguments_that_do_not_fit_together(run, document, tmp_path):
+    assert_one_line_error(run("ask", document), "-q/--question", "required")
     assert_one_line_error(run("ask", tmp_path, "-q", "What?"), "is a folder")
-
-
-def test_text_to_score_too_long(run, document, tmp_path):
+    assert_one_line_error(run("heads", "score", document, "-o", tmp_path), "is not a file")
+    scores = tmp_path / "none" / "scores.safetensors"
+    assert_one_line_error(run("heads", "score", document, "-o", scores), "does not exist")
     document.write_text("a" * (WINDOW + 9), encoding="utf-8")
-    outcome = run("heads", "score", document, "-o", tmp_path / "scores.safetensors")
-    assert_one_line_error(outcome, "too long by 9 tokens")
+    assert_one_line_error(run("heads", "score", document, "-o", tmp_path / scores.name), "too long by 9 tokens")
 
 
 def test_version(run):
     status, out, _ = run("--version")
-    assert status == 0
-    assert out.startswith("kvzip-press 0.")
+    assert status == 0 and out.startswith("kvzip-press 0.")
 
 
 def test_help_does_not_import_torch():
@@ -232,20 +220,6 @@ def test_help_does_not_import_torch():
         "sys.exit('torch' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)
-
-
-def test_kernels_are_warmed_up_before_anything_is_timed(run, document, monkeypatch):
-    """What is compiled at first use would be in the compressed cache's times."""
-    compressed = []
-    compress = CompressedContext.compress
-
-    def noted(model, tokenizer, text, **options):
-        compressed.append(text)
-        return compress(model, tokenizer, text, **options)
-
-    monkeypatch.setattr(CompressedContext, "compress", noted)
-    assert run("ask", document, "-q", "What?", "--max-new-tokens", "1")[0] == 0
-    assert compressed == [cli.WARM_UP, document.read_text().strip()]
 
 
 @pytest.mark.parametrize("module", ["kvzip_press.cli", "kvzip_press.eval.command.main"])

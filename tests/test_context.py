@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest.mock import Mock
+
 import kvpress
 import pytest
 import torch
@@ -19,17 +21,10 @@ TEXT = "The keeper wrote down the name of every ship. " * 6
 # How a context is held: plainly, with sliding layers, compressed
 CACHES = {
     "plain": lambda model: prefill(model, CONTEXT),
-    "config": lambda model: _with_config(model),
+    "config": lambda model: prefill(model, CONTEXT, cache=DynamicCache(config=model.config)),
     "compressed": lambda model: prefill(model, CONTEXT, make_press(ratio=0.4)),
     "quantised": lambda model: prefill(model, CONTEXT, make_press(ratio=0.4, quantization="int8")),
 }
-
-
-@torch.no_grad()
-def _with_config(model):
-    cache = DynamicCache(config=model.config)
-    model.model(input_ids=CONTEXT, past_key_values=cache)
-    return cache
 
 
 @pytest.fixture(params=list(CACHES))
@@ -55,8 +50,7 @@ def same(one, other):
 
 
 @torch.no_grad()
-def test_greedy_tokens_are_the_most_likely_ones():
-    model = build_model("llama")
+def test_greedy_tokens_are_the_most_likely_ones(model):
     model.generation_config.eos_token_id = None
     ids = torch.cat([CONTEXT, QUESTION], dim=1)
     for _ in range(6):
@@ -84,14 +78,9 @@ def test_whatever_happens_the_cache_is_as_it_was(filled, interruption, monkeypat
     first = list(_asked(model, cache))
     assert same(contents(cache), before)
     if interruption is not None:
-
-        def stop(*args):
-            raise interruption
-
-        hook = model.model.layers[2].self_attn.register_forward_pre_hook(stop)
-        with pytest.raises(interruption):
+        with monkeypatch.context() as patched, pytest.raises(interruption):
+            patched.setattr(model.model.layers[2].self_attn, "forward", Mock(side_effect=interruption))
             _asked(model, cache)
-        hook.remove()
     assert same(contents(cache), before) and cache_nbytes(cache) == nbytes
     assert _asked(model, cache) == first
 
@@ -101,8 +90,8 @@ def _asked(model, cache):
         return list(greedy(model, cache, QUESTION, 60, 3))
 
 
-def test_a_cache_that_was_empty_is_empty_again():
-    model, cache = build_model("llama"), DynamicCache()
+def test_a_cache_that_was_empty_is_empty_again(model):
+    cache = DynamicCache()
     with forgetting(cache):
         list(greedy(model, cache, QUESTION, 0, 2))
     assert cache.layers == [] and cache.get_seq_length() == 0
@@ -133,12 +122,9 @@ def test_bytes_of_every_kind_of_cache(filled):
     assert cache_nbytes(cache) == expected
 
 
-def test_a_masking_press_holds_its_masks_too():
-    model = build_model("llama")
-    cache = prefill(model, CONTEXT)
-    full = cache_nbytes(cache)
-    with torch.no_grad(), kvpress.AdaKVPress(kvpress.KnormPress(compression_ratio=0.5))(model):
-        model.model(input_ids=CONTEXT, past_key_values=(masked := DynamicCache()))
+def test_a_masking_press_holds_its_masks_too(model):
+    full = cache_nbytes(prefill(model, CONTEXT))
+    masked = prefill(model, CONTEXT, kvpress.AdaKVPress(kvpress.KnormPress(compression_ratio=0.5)))
     masks = [layer.self_attn.masked_key_indices for layer in model.model.layers]
     assert cache_nbytes(masked) == full
     assert cache_nbytes(masked, masks) == full + sum(8 * len(part) for mask in masks for part in mask)
@@ -174,15 +160,9 @@ def test_impossible_contexts_and_answers_are_refused(model, tokenizer):
 @pytest.mark.parametrize("make", [CompressedContext.full, CompressedContext.compress])
 def test_times_are_taken_when_the_device_has_finished(model, tokenizer, monkeypatch, make):
     """A stand-in for a GPU, which does its work while the host goes on: the full cache's prefill took no time."""
-    clock, queued = [0.0], [0.0]
-
-    def synchronized(device):
-        clock[0] += queued[0]
-        queued[0] = 0.0
-        return clock[0]
-
-    model.model.register_forward_hook(lambda *args: queued.__setitem__(0, queued[0] + 5))
-    monkeypatch.setattr(context, "device_time", synchronized)
+    queued = []
+    model.model.register_forward_hook(lambda *args: queued.append(5))
+    monkeypatch.setattr(context, "device_time", lambda device: sum(queued))
     made = make(model, tokenizer, TEXT)
     assert made.prefill_seconds == 5
     assert made.compress_seconds == (0 if make == CompressedContext.full else 5)
@@ -191,13 +171,11 @@ def test_times_are_taken_when_the_device_has_finished(model, tokenizer, monkeypa
 def test_the_clock_waits_for_the_device(monkeypatch):
     waited = []
     monkeypatch.setattr(torch.accelerator, "synchronize", waited.append)
-    decoding.device_time(torch.device("cpu"))
-    assert waited == []
-    decoding.device_time(torch.device("cuda:1"))
+    for name in ("cpu", "cuda:1"):
+        decoding.device_time(torch.device(name))
     assert waited == [torch.device("cuda:1")]
 
 
 def test_a_text_without_template_is_raw(model):
     """The BOS token stands for the prefix."""
-    full = CompressedContext.full(model, build_tokenizer(None), "abc")
-    assert full.num_tokens == 4
+    assert CompressedContext.full(model, build_tokenizer(None), "abc").num_tokens == 4

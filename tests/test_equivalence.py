@@ -5,36 +5,25 @@ from __future__ import annotations
 import pytest
 import torch
 from dense_reference import dense_masked, keep_masks
-from harness import TOLERANCE, context_of, follow, make_press, prefill
+from harness import TOLERANCE, context_of, follow, make_press, pad, prefill
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import FAMILIES, build_model, build_tokenizer, random_ids
 from transformers import DynamicCache
 
-from kvzip_press import HeadScores, KVzipPress
-from kvzip_press.cache.ragged import RaggedLayer
-from kvzip_press.models import ModelLayout
+from kvzip_press import HeadScores, is_compressed
+from kvzip_press.models import TESTED_MODELS, ModelLayout
 from kvzip_press.selection import LEVELS, Allowance
-
-
-def head_scores_for(model) -> HeadScores:
-    layout = ModelLayout.of(model)
-    shape = (len(layout.evicted), layout.num_kv_heads)
-    return HeadScores(torch.rand(shape, generator=torch.Generator().manual_seed(3)))
-
-
-def press_for(model, level: str = "pair", **parameters) -> KVzipPress:
-    if level == "head":
-        parameters["head_scores"] = head_scores_for(model)
-    return make_press(level=level, **parameters)
 
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("replay", ["local", "full"])
 def test_logits_equal_the_masked_dense_reference(family, level, replay):
-    model = build_model(family)
-    ids = random_ids(100)
-    compressed = prefill(model, ids, press_for(model, level, ratio=0.4, replay=replay))
+    model, ids, options = build_model(family), random_ids(100), {}
+    if level == "head":
+        shape = (len(ModelLayout.of(model).evicted), 2)
+        options = {"head_scores": HeadScores(torch.rand(shape, generator=torch.Generator().manual_seed(3)))}
+    compressed = prefill(model, ids, make_press(level=level, ratio=0.4, replay=replay, **options))
     full = prefill(model, ids)
     keep = keep_masks(full, compressed)
     assert keep and any(0 < mask.float().mean() < 1 for mask in keep.values())
@@ -49,20 +38,18 @@ def test_logits_equal_the_masked_dense_reference(family, level, replay):
 
 
 def test_ratio_one_equals_the_full_cache(family):
-    model = build_model(family)
-    ids, question = random_ids(80), random_ids(9, seed=1)
-    compressed = prefill(model, ids, press_for(model, ratio=1.0))
-    assert any(isinstance(layer, RaggedLayer) for layer in compressed.layers)
-    torch.testing.assert_close(
-        follow(model, compressed, question, 5), follow(model, prefill(model, ids), question, 5), **TOLERANCE
-    )
+    model, ids, question = build_model(family), random_ids(80), random_ids(9, seed=1)
+    compressed = prefill(model, ids, make_press(ratio=1.0))
+    assert is_compressed(compressed)
+    expected = follow(model, prefill(model, ids), question, 5)
+    torch.testing.assert_close(follow(model, compressed, question, 5), expected, **TOLERANCE)
 
 
 def test_bfloat16_at_ratio_one_is_within_eager_error():
     """Error against float64 no larger than that of eager attention in bfloat16."""
     model = build_model("llama").bfloat16()
     ids, question = random_ids(80), random_ids(9, seed=1)
-    ours = follow(model, prefill(model, ids, press_for(model, ratio=1.0)), question).double()
+    ours = follow(model, prefill(model, ids, make_press(ratio=1.0)), question).double()
     full = prefill(model, ids)
     model.set_attn_implementation("eager")
     eager = follow(model, full, question).double()
@@ -78,14 +65,11 @@ def test_cache_with_known_sliding_layers(family):
     """A DynamicCache built from the config drops what its windows can't reach; the compressed one agrees."""
     model = build_model(family)
     ids, question = random_ids(70), random_ids(5, seed=2)
-    caches = []
-    for cache in (DynamicCache(config=model.config), DynamicCache()):
-        with torch.no_grad(), press_for(model, ratio=0.5)(model):
-            model(input_ids=ids, past_key_values=cache)
-        caches.append(cache)
-    torch.testing.assert_close(
-        follow(model, caches[0], question, 4), follow(model, caches[1], question, 4), **TOLERANCE
+    ours, expected = (
+        follow(model, prefill(model, ids, make_press(ratio=0.5), cache), question, 4)
+        for cache in (DynamicCache(config=model.config), DynamicCache())
     )
+    torch.testing.assert_close(ours, expected, **TOLERANCE)
 
 
 @pytest.mark.parametrize(
@@ -95,14 +79,11 @@ def test_cache_with_known_sliding_layers(family):
 )
 def test_batch_with_left_padding_equals_each_row_alone(family, quantization):
     """Rows with padding are selected, and quantised, each by itself."""
-    model = build_model(family)
-    lengths = (90, 61, 40)
+    model, lengths = build_model(family), (90, 61, 40)
     rows = [random_ids(length, seed=length) for length in lengths]
-    width = max(lengths)
-    ids = torch.cat([torch.nn.functional.pad(row, (width - row.shape[1], 0)) for row in rows])
-    mask = torch.stack([torch.arange(width) >= width - length for length in lengths]).long()
+    ids, mask = pad(rows)
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    press = press_for(model, ratio=0.4, quantization=quantization)
+    press = make_press(ratio=0.4, quantization=quantization)
     batched = prefill(model, ids, press, attention_mask=mask, position_ids=positions)
     question = random_ids(6, batch_size=3, seed=9)
     with torch.no_grad():
@@ -113,15 +94,12 @@ def test_batch_with_left_padding_equals_each_row_alone(family, quantization):
             position_ids=torch.tensor(lengths)[:, None] + torch.arange(6),
         ).logits
     for index, row in enumerate(rows):
-        alone = prefill(model, row, press)
-        torch.testing.assert_close(
-            logits[index : index + 1], follow(model, alone, question[index : index + 1]), **TOLERANCE
-        )
+        alone = follow(model, prefill(model, row, press), question[index : index + 1])
+        torch.testing.assert_close(logits[index : index + 1], alone, **TOLERANCE)
 
 
-def test_a_positional_attention_mask_is_seen():
+def test_a_positional_attention_mask_is_seen(model):
     """Padding given as a positional argument of the whole model is evicted like any other."""
-    model = build_model("llama")
     ids, mask = random_ids(30, batch_size=2), torch.ones(2, 30, dtype=torch.long)
     mask[1, :12] = 0
     caches = []
@@ -136,22 +114,17 @@ def test_a_positional_attention_mask_is_seen():
 @st.composite
 def keep_patterns(draw):
     """Keep masks (layers, heads, tokens) with empty heads, heads of one entry and full heads among random ones."""
-    tokens = draw(st.integers(2, 40))
-    shape = (SHAPE_LAYERS, SHAPE_HEADS, tokens)
-    mask = torch.rand(shape, generator=torch.Generator().manual_seed(draw(st.integers(0, 2**31)))) < draw(
-        st.floats(0.0, 1.0)
-    )
-    for layer in range(SHAPE_LAYERS):
-        for head in range(SHAPE_HEADS):
-            kind = draw(st.sampled_from(["random", "empty", "one", "all"]))
-            if kind != "random":
-                mask[layer, head] = kind == "all"
-            if kind == "one":
-                mask[layer, head, draw(st.integers(0, tokens - 1))] = True
+    tokens, generator = draw(st.integers(2, 40)), torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    mask = torch.rand((4, 2, tokens), generator=generator) < draw(st.floats(0.0, 1.0))
+    for head in mask.flatten(0, 1):
+        kind = draw(st.sampled_from(["random", "empty", "one", "all"]))
+        if kind != "random":
+            head[:] = kind == "all"
+        if kind == "one":
+            head[draw(st.integers(0, tokens - 1))] = True
     return mask
 
 
-SHAPE_LAYERS, SHAPE_HEADS = 4, 2
 LLAMA = build_model("llama")
 
 
@@ -159,18 +132,13 @@ LLAMA = build_model("llama")
 @given(mask=keep_patterns(), q_len=st.integers(1, 5))
 def test_any_keep_mask(mask, q_len):
     """Eviction of any mask, through the compressor, by scores that are the mask itself."""
-    tokens = mask.shape[-1]
-    ids, question = random_ids(tokens, seed=tokens), random_ids(q_len, seed=5)
-    press = KVzipPress(tokenizer=build_tokenizer(None), n_sink=0)
-    compressor = press.compressor(LLAMA)
-    context = context_of(LLAMA, ids)
-    fraction = mask.float().mean().item()
-    compressor.evict(context, Allowance(ratio=fraction), level="pair", scores=[mask.float()])
-    full = prefill(LLAMA, ids)
-    keep = {layer: mask[layer][None] for layer in range(SHAPE_LAYERS)}
-    assert {k: v.tolist() for k, v in keep_masks(full, context.cache).items()} == {
-        k: v.tolist() for k, v in keep.items()
-    }
+    ids, question = random_ids(mask.shape[-1], seed=mask.shape[-1]), random_ids(q_len, seed=5)
+    compressor = make_press(tokenizer=build_tokenizer(None), n_sink=0).compressor(LLAMA)
+    context, full = context_of(LLAMA, ids), prefill(LLAMA, ids)
+    allowance = Allowance(ratio=mask.float().mean().item())
+    compressor.evict(context, allowance, level="pair", scores=[mask.float()])
+    keep = keep_masks(full, context.cache)
+    assert torch.equal(torch.cat([keep[layer] for layer in range(4)]), mask)
     ours = follow(LLAMA, context.cache, question, 2)
     with dense_masked(LLAMA, keep):
         expected = follow(LLAMA, full, question, 2)
@@ -178,6 +146,4 @@ def test_any_keep_mask(mask, q_len):
 
 
 def test_every_family_of_kvpress_is_covered():
-    from kvzip_press.models import TESTED_MODELS
-
     assert {type(build()) for build in FAMILIES.values()} == set(TESTED_MODELS)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from harness import TOLERANCE, all_equal, ask, follow, generated, make_press, packed_states, prefill
+from dense_reference import dense_masked, keep_masks
+from harness import TOLERANCE, all_equal, ask, counted_calls, follow, generated, make_press, packed_states, pad, prefill
 from tiny_models import build_model, random_ids
 from transformers import DynamicCache
 
 from kvzip_press import cache_nbytes, is_compressed, kept_fraction
-from kvzip_press.cache.ragged import RaggedLayer
 from kvzip_press.models import language_model
 
 PROMPT = random_ids(80, seed=1)
@@ -42,12 +42,6 @@ def test_generate_inside_the_press_is_compressed(family, given):
     assert kept_fraction(cache) == pytest.approx(0.2, abs=0.01)
 
 
-def test_generate_under_a_press_differs_from_generate_without(model):
-    """With few pairs kept the tokens change: the decode steps do read the compressed cache."""
-    compressed = generated(model, LONG, make_press(ratio=0.05, n_sink=1), max_new_tokens=20)
-    assert not torch.equal(compressed, generated(model, LONG, max_new_tokens=20))
-
-
 def test_generate_inside_the_press_holds_the_bytes_of_what_is_kept(model):
     """After generate the cache holds the kept fraction of the prompt's bytes and the answer, no more."""
     cache = DynamicCache()
@@ -62,11 +56,14 @@ def test_generate_inside_the_press_holds_the_bytes_of_what_is_kept(model):
 @torch.no_grad()
 def chunked_prefill_then_decode(model, press, chunk: int) -> tuple[torch.Tensor, DynamicCache]:
     """Prefill in several calls and a greedy loop, at the positions that transformers' chunked prefill gives."""
-    calls, cache = [], DynamicCache()
-    handle = model.model.register_forward_pre_hook(lambda module, args, kwargs: calls.append(kwargs), with_kwargs=True)
+    positions, cache = [], DynamicCache()
+
+    def note(module, args, kwargs):
+        positions.append({key: kwargs[key] for key in ("position_ids", "cache_position")})
+
+    handle = model.model.register_forward_pre_hook(note, with_kwargs=True)
     generated(model, PROMPT, prefill_chunk_size=chunk)
     handle.remove()
-    positions = [{key: call[key] for key in ("position_ids", "cache_position")} for call in calls]
     parts = PROMPT.split(chunk, dim=1)
     with press(model):
         for part, where in zip(parts, positions, strict=False):
@@ -94,11 +91,10 @@ def test_generate_with_a_compressed_cache(family, inside):
     """generate(context + question, past_key_values=cache) reads the question alone; a block compresses nothing."""
     model, press, question = build_model(family), make_press(ratio=0.3), random_ids(6, seed=4)
     cache, ids = prefill(model, PROMPT, press), torch.cat([PROMPT, question], dim=1)
-    states, fed = packed_states(cache), []
-    handle = language_model(model).norm.register_forward_hook(lambda module, args, out: fed.append(out.shape[1]))
-    out = generated(model, ids, press if inside else None, past_key_values=cache)
-    handle.remove()
-    assert fed == [6] + [1] * 7
+    states = packed_states(cache)
+    with counted_calls(language_model(model).norm) as fed:
+        out = generated(model, ids, press if inside else None, past_key_values=cache)
+    assert [shape[1] for shape in fed] == [6] + [1] * 7
     assert all_equal(packed_states(cache), states) and cache.layers[0].tail_length == 6 + 7
     cache.crop(PROMPT.shape[1])
     logits = ask(model, cache, question, 7)
@@ -139,11 +135,8 @@ def test_a_prefill_in_many_calls_equals_one_call(family, sizes):
             language_model(model)(input_ids=part, past_key_values=cache)
             assert not is_compressed(cache)
     assert cache.get_seq_length() == 90
-    for layer, expected in zip(cache.layers, whole.layers, strict=True):
-        if isinstance(expected, RaggedLayer):
-            assert torch.equal(layer.cu_seqlens, expected.cu_seqlens)
-            torch.testing.assert_close(layer.packed_keys, expected.packed_keys, **TOLERANCE)
-            torch.testing.assert_close(layer.packed_values, expected.packed_values, **TOLERANCE)
+    # The bounds of the segments are among these: integers that differ are not close
+    torch.testing.assert_close(packed_states(cache), packed_states(whole), **TOLERANCE)
     torch.testing.assert_close(ask(model, cache, question), ask(model, whole, question), **TOLERANCE)
 
 
@@ -154,27 +147,21 @@ def test_caches_filled_alternately_in_one_block(model):
     with torch.no_grad(), press(model):
         for part in range(2):
             for ids, cache in zip(contexts, caches, strict=True):
-                model.model(input_ids=ids[:, 30 * part : 30 * part + 30], past_key_values=cache)
+                prefill(model, ids[:, 30 * part : 30 * part + 30], cache=cache)
     for ids, cache in zip(contexts, caches, strict=True):
-        expected = prefill(model, ids, press)
-        assert [layer.head_lengths.tolist() for layer in cache.layers] == [
-            layer.head_lengths.tolist() for layer in expected.layers
-        ]
+        lengths = [[layer.head_lengths.tolist() for layer in one.layers] for one in (cache, prefill(model, ids, press))]
+        assert lengths[0] == lengths[1]
 
 
-def test_a_cache_that_was_filled_before_the_block_is_refused(model):
-    """Tokens that the press did not see can't be replayed: an error before the forward, and the cache unchanged."""
+def test_a_cache_that_was_filled_or_cropped_outside_of_the_prefill_is_refused(model):
+    """Tokens that the press did not see can't be replayed: an error before the forward. Fewer than it saw neither."""
     cache = prefill(model, PROMPT)
-    with pytest.raises(ValueError, match="already holds 80 tokens.*under the press"), make_press()(model):
-        model.model(input_ids=random_ids(5), past_key_values=cache)
+    with pytest.raises(ValueError, match="already holds 80 tokens.*under the press"):
+        prefill(model, random_ids(5), make_press(), cache)
     assert cache.get_seq_length() == 80 and not is_compressed(cache)
-
-
-def test_a_cache_that_was_cropped_in_the_block_is_refused(model):
-    """A cache that no longer holds what was fed is not compressed to something else, silently."""
     cache = DynamicCache()
     with pytest.raises(ValueError, match="holds 70 tokens but 80 were fed"), torch.no_grad(), make_press()(model):
-        model.model(input_ids=PROMPT, past_key_values=cache)
+        prefill(model, PROMPT, cache=cache)
         cache.crop(70)
     assert not is_compressed(cache)
 
@@ -183,8 +170,7 @@ def test_generate_of_a_padded_batch_equals_each_row_alone(model):
     """Left-padded prompts generated in one batch inside the press give each row's own tokens."""
     press = make_press(ratio=0.4)
     rows = [random_ids(80, seed=9), random_ids(50, seed=10)]
-    ids = torch.cat([torch.nn.functional.pad(row, (80 - row.shape[1], 0)) for row in rows])
-    mask = torch.stack([torch.arange(80) >= 80 - row.shape[1] for row in rows]).long()
+    ids, mask = pad(rows)
     out = generated(model, ids, press, attention_mask=mask)
     for index, row in enumerate(rows):
         expected, _ = prefill_then_decode(model, row, press)
@@ -196,26 +182,9 @@ def test_right_padding_is_refused(model):
     mask = torch.ones(2, 80, dtype=torch.long)
     mask[1, 60:] = 0
     cache = DynamicCache()
-    with pytest.raises(ValueError, match="pad on the left"), torch.no_grad(), make_press()(model):
-        model.model(input_ids=PROMPT.repeat(2, 1), attention_mask=mask, past_key_values=cache)
+    with pytest.raises(ValueError, match="pad on the left"):
+        prefill(model, PROMPT.repeat(2, 1), make_press(), cache, attention_mask=mask)
     assert not is_compressed(cache)
-
-
-def greedy_beams(model, cache, question, num_beams: int = 2):
-    ids = torch.cat([PROMPT, question], dim=1)
-    return generated(model, ids, past_key_values=cache, num_beams=num_beams)
-
-
-def test_beam_search_on_a_compressed_cache(model):
-    """Beams on a compressed cache at ratio 1 give the beams of the full cache, and run at ratio 0.3."""
-    question = random_ids(4, seed=4)
-    caches = [prefill(model, PROMPT, press) for press in (None, make_press(ratio=1.0), make_press(ratio=0.3))]
-    for cache in caches:
-        cache.batch_repeat_interleave(2)
-    full, all_kept, compressed = (greedy_beams(model, cache, question) for cache in caches)
-    assert torch.equal(all_kept, full)
-    assert compressed.shape == (1, PROMPT.shape[1] + 4 + 8)
-    assert caches[2].layers[0].batch_size == 2
 
 
 def test_beam_search_inside_the_press(model):
@@ -229,18 +198,18 @@ def test_beam_search_inside_the_press(model):
         assert layer.head_lengths[0].tolist() == layer.head_lengths[1].tolist()
 
 
-def test_beams_on_a_compressed_cache_are_those_of_the_masked_dense_cache(model):
+@pytest.mark.parametrize("ratio", [0.3, 1.0])
+def test_beams_on_a_compressed_cache_are_those_of_the_masked_dense_cache(model, ratio):
     """Every beam step equals that of a full cache whose evicted pairs are masked out."""
-    from dense_reference import dense_masked, keep_masks
-
-    question = random_ids(4, seed=4)
-    compressed, full = prefill(model, PROMPT, make_press(ratio=0.3)), prefill(model, PROMPT)
+    ids = torch.cat([PROMPT, random_ids(4, seed=4)], dim=1)
+    compressed, full = prefill(model, PROMPT, make_press(ratio=ratio)), prefill(model, PROMPT)
     keep = {layer: mask.repeat(2, 1, 1) for layer, mask in keep_masks(full, compressed).items()}
     compressed.batch_repeat_interleave(2)
     full.batch_repeat_interleave(2)
-    ours = greedy_beams(model, compressed, question)
+    ours = generated(model, ids, past_key_values=compressed, num_beams=2)
+    assert ours.shape == (1, PROMPT.shape[1] + 4 + 8) and compressed.layers[0].batch_size == 2
     with dense_masked(model, keep):
-        assert torch.equal(ours, greedy_beams(model, full, question))
+        assert torch.equal(ours, generated(model, ids, past_key_values=full, num_beams=2))
 
 
 def test_every_row_of_a_batch_and_every_copy_of_it_answers_as_alone(family):

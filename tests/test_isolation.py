@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from transformers import DynamicCache
 
 from kvzip_press import PROMPTS, is_compressed, kept_fraction
 from kvzip_press import replay as replay_module
+from kvzip_press.cache import eviction
 from kvzip_press.models import language_model
 from kvzip_press.recorder import PrefillRecorder
 
@@ -66,24 +68,17 @@ def test_a_foreign_full_cache_is_read_as_by_a_model_that_never_saw_a_press():
         assert torch.equal(layer.keys, expected.keys) and torch.equal(layer.values, expected.values)
 
 
-def test_decoding_never_writes_into_the_kept_pairs(family):
-    """Packed keys and values are equal bit for bit, in the same memory, before and after questions and answers."""
+def test_questions_change_neither_the_kept_pairs_nor_later_answers(family):
+    """Packed states are equal bit for bit, in the same memory, and so is a question's answer, whatever was asked."""
     model = build_model(family)
     cache = prefill(model, CONTEXT_B, make_press(ratio=0.3))
     before = packed_states(cache)
     pointers = [layer.packed_keys.data_ptr() for layer in cache.layers if hasattr(layer, "packed_keys")]
-    follow(model, cache, QUESTION, 80)
-    assert all_equal(packed_states(cache), before)
-    assert [layer.packed_keys.data_ptr() for layer in cache.layers if hasattr(layer, "packed_keys")] == pointers
-
-
-def test_the_same_cache_can_be_asked_any_number_of_times(family):
-    """After a crop to the context the same question gets the same logits, and others in between don't matter."""
-    model = build_model(family)
-    cache = prefill(model, CONTEXT_B, make_press(ratio=0.3))
     first = ask(model, cache, QUESTION, 10)
     ask(model, cache, random_ids(70, seed=8), 10)
-    assert torch.equal(ask(model, cache, QUESTION, 10), first)
+    assert torch.equal(ask(model, cache, QUESTION, 80)[:, : first.shape[1]], first)
+    assert all_equal(packed_states(cache), before)
+    assert [layer.packed_keys.data_ptr() for layer in cache.layers if hasattr(layer, "packed_keys")] == pointers
 
 
 def fingerprint(model) -> list:
@@ -108,10 +103,9 @@ def test_the_model_is_left_as_it_was(scorer):
     model = prepared_model()
     parameters = [parameter.clone() for parameter in model.parameters()]
     before = fingerprint(model)
-    press = make_press(scorer=scorer)
-    with torch.no_grad(), press(model):
+    with torch.no_grad(), make_press(scorer=scorer)(model):
         assert fingerprint(model) != before
-        model.model(input_ids=CONTEXT_A, past_key_values=DynamicCache())
+        prefill(model, CONTEXT_A)
     assert fingerprint(model) == before
     assert all_equal(list(model.parameters()), parameters)
 
@@ -126,7 +120,7 @@ def test_an_exception_in_the_block_leaves_model_and_cache_whole(error):
     model, cache = prepared_model(), DynamicCache()
     before = fingerprint(model)
     with pytest.raises(error), torch.no_grad(), make_press(ratio=0.3)(model):
-        model.model(input_ids=CONTEXT_A, past_key_values=cache)
+        prefill(model, CONTEXT_A, cache=cache)
         raise error("stop")
     assert fingerprint(model) == before
     assert not is_compressed(cache)
@@ -139,9 +133,8 @@ def test_an_exception_in_the_block_leaves_model_and_cache_whole(error):
 def test_an_exception_in_the_replay_leaves_model_and_cache_whole(monkeypatch, error, scorer, generate):
     """A kernel that fails in the middle of the replay, in generate or not, leaves no hook, and the full cache."""
     model, cache = prepared_model(), DynamicCache()
-    before, calls = fingerprint(model), []
+    before, calls, replay_attention = fingerprint(model), [], replay_module.replay_attention
     expected = generated(model, CONTEXT_A)
-    replay_attention = replay_module.replay_attention
 
     def failing(*args, **kwargs):
         calls.append(1)
@@ -152,9 +145,7 @@ def test_an_exception_in_the_replay_leaves_model_and_cache_whole(monkeypatch, er
     with monkeypatch.context() as patched, pytest.raises(error), torch.no_grad():
         patched.setattr(replay_module, "replay_attention", failing)
         with make_press(ratio=0.3, scorer=scorer)(model):
-            model.generate(CONTEXT_A, past_key_values=cache) if generate else model.model(
-                CONTEXT_A, past_key_values=cache
-            )
+            (model.generate if generate else model.model)(CONTEXT_A, past_key_values=cache)
     assert len(calls) == 6
     assert fingerprint(model) == before
     assert not is_compressed(cache) and cache.get_seq_length() == CONTEXT_A.shape[1]
@@ -164,24 +155,16 @@ def test_an_exception_in_the_replay_leaves_model_and_cache_whole(monkeypatch, er
 
 def test_an_eviction_that_is_cut_off_leaves_a_cache_that_works(monkeypatch, family):
     """If the eviction fails in the middle, the layers that are still full and the ragged ones work together."""
-    from kvzip_press.cache import eviction
+    model, cache, built = build_model(family), DynamicCache(), []
 
-    model, cache = build_model(family), DynamicCache()
-    built = []
+    def build(constructor, *args, **kwargs):
+        if len(built) == 2:
+            raise MemoryError("no memory left")
+        built.append(constructor)
+        return constructor(*args, **kwargs)
 
-    def build(name):
-        constructor = getattr(eviction, name)
-
-        def limited(*args, **kwargs):
-            if len(built) == 2:
-                raise MemoryError("no memory left")
-            built.append(name)
-            return constructor(*args, **kwargs)
-
-        monkeypatch.setattr(eviction, name, limited)
-
-    build("RaggedLayer")
-    build("WindowLayer")
+    for name in ("RaggedLayer", "WindowLayer"):
+        monkeypatch.setattr(eviction, name, partial(build, getattr(eviction, name)))
     with pytest.raises(MemoryError), torch.no_grad(), make_press(ratio=1.0)(model):
         language_model(model)(input_ids=CONTEXT_A, past_key_values=cache)
     assert len(built) == 2
@@ -189,53 +172,40 @@ def test_an_eviction_that_is_cut_off_leaves_a_cache_that_works(monkeypatch, fami
     torch.testing.assert_close(follow(model, cache, QUESTION, 3), expected, atol=1e-4, rtol=1e-4)
 
 
-def test_presses_left_in_another_order_than_entered_leave_no_trace(model):
+def test_presses_left_in_another_order_than_entered_leave_no_trace():
     """Two presses on one model whose blocks overlap without nesting leave the model as it was."""
-    prefill(model, random_ids(4))
+    model = prepared_model()
     before = fingerprint(model)
     first, second = make_press(ratio=0.3)(model), make_press(ratio=0.5)(model)
     first.__enter__()
     second.__enter__()
     first.__exit__(None, None, None)
-    cache = DynamicCache()
-    model.generate(CONTEXT_A, max_new_tokens=3, do_sample=False, past_key_values=cache)
+    generated(model, CONTEXT_A, max_new_tokens=3, past_key_values=(cache := DynamicCache()))
     second.__exit__(None, None, None)
     assert kept_fraction(cache) == pytest.approx(0.5, abs=0.01)
     assert fingerprint(model) == before
 
 
-def test_two_threads_compress_two_contexts_as_one_after_the_other(model):
-    """Contexts compressed and asked by two threads at once with one model give the serial results bit for bit."""
-    contexts = [random_ids(80 + 7 * seed, seed=seed) for seed in range(6)]
-    press = make_press(ratio=0.3)
+def compressed_and_asked(model, seed):
+    cache = prefill(model, random_ids(80 + 7 * seed, seed=seed), make_press(ratio=0.3))
+    return [*packed_states(cache), ask(model, cache, QUESTION)]
 
-    def compress_and_ask(ids):
-        cache = prefill(model, ids, press)
-        return packed_states(cache), ask(model, cache, QUESTION)
 
-    serial = [compress_and_ask(ids) for ids in contexts]
+def generated_under_a_press(model, seed):
+    cache, press = DynamicCache(), make_press(ratio=(0.2, 0.8)[seed % 2])
+    out = generated(model, CONTEXT_B, press, max_new_tokens=4, past_key_values=cache)
+    return [*packed_states(cache), out]
+
+
+@pytest.mark.parametrize("work", [compressed_and_asked, generated_under_a_press])
+def test_two_threads_work_as_one_after_the_other(work):
+    """Contexts that two threads compress, each by its own press, and ask at once give serial results bit for bit."""
+    model = prepared_model()
     before = fingerprint(model)
+    serial = [work(model, seed) for seed in range(6)]
     with ThreadPoolExecutor(max_workers=2) as pool:
-        parallel = list(pool.map(compress_and_ask, contexts))
-    for (states, logits), (expected_states, expected_logits) in zip(parallel, serial, strict=True):
-        assert all_equal(states, expected_states) and torch.equal(logits, expected_logits)
-    assert fingerprint(model) == before
-
-
-def test_two_threads_generate_under_presses_of_their_own(model):
-    """Each thread's generate is compressed by its own press, and the model is as before afterwards."""
-    prefill(model, random_ids(4))
-    before = fingerprint(model)
-    ratios = [0.2, 0.8] * 3
-
-    def generate(ratio):
-        cache = DynamicCache()
-        out = generated(model, CONTEXT_B, make_press(ratio=ratio), max_new_tokens=4, past_key_values=cache)
-        return out.tolist(), kept_fraction(cache)
-
-    serial = [generate(ratio) for ratio in ratios]
-    with ThreadPoolExecutor(max_workers=2) as pool:
-        assert list(pool.map(generate, ratios)) == serial
+        parallel = list(pool.map(partial(work, model), range(6)))
+    assert all(map(all_equal, parallel, serial))
     assert fingerprint(model) == before
 
 
@@ -292,16 +262,15 @@ def test_a_press_ignores_forwards_of_other_threads(model):
     foreign, mine = DynamicCache(), DynamicCache()
 
     def other():
-        with torch.no_grad():
-            model.model(input_ids=CONTEXT_A, past_key_values=foreign)
-            # Refused under a press
-            model.model(input_ids=CONTEXT_A, use_cache=False)
+        prefill(model, CONTEXT_A, cache=foreign)
+        # Refused under a press
+        model.model(input_ids=CONTEXT_A, use_cache=False)
 
     with torch.no_grad(), make_press(ratio=0.3)(model):
         thread = threading.Thread(target=other)
         thread.start()
         thread.join()
-        model.model(input_ids=CONTEXT_B, past_key_values=mine)
+        prefill(model, CONTEXT_B, cache=mine)
     assert is_compressed(mine)
     assert not is_compressed(foreign) and foreign.get_seq_length() == CONTEXT_A.shape[1]
 
@@ -309,27 +278,22 @@ def test_a_press_ignores_forwards_of_other_threads(model):
 @pytest.mark.parametrize("replay", ["local", "full"])
 def test_the_replay_adds_nothing_to_the_cache_and_computes_no_logits(family, replay):
     """Scoring leaves every tensor of the caller's cache as it was; neither it nor the prefill calls the head."""
-    model = build_model(family)
-    press = make_press(ratio=0.3, replay=replay)
+    model, press = build_model(family), make_press(ratio=0.3, replay=replay)
     with counted_calls(model.lm_head) as logits, counted_calls(language_model(model).norm) as passes:
         context = context_of(model, CONTEXT_B)
         cache, passes[:] = context.cache, []
-        before = [(layer.keys.clone(), layer.values.clone()) for layer in cache.layers]
-        tensors = [(layer.keys, layer.values) for layer in cache.layers]
+        tensors = [states for layer in cache.layers for states in (layer.keys, layer.values)]
+        before = [states.clone() for states in tensors]
         press.compressor(model).score(context)
     assert logits == [] and len(passes) == 3
-    for layer, states, held in zip(cache.layers, before, tensors, strict=True):
-        assert layer.keys is held[0] and layer.values is held[1]
-        assert torch.equal(layer.keys, states[0]) and torch.equal(layer.values, states[1])
+    after = [states for layer in cache.layers for states in (layer.keys, layer.values)]
+    assert all(a is b for a, b in zip(after, tensors, strict=True)) and all_equal(after, before)
 
 
 @pytest.mark.parametrize("replay", ["local", "full"])
 def test_the_replay_never_copies_the_full_cache(monkeypatch, model, replay):
     """No tensor as long as the context is concatenated in the replay, in local and in full replay."""
-    ids = random_ids(400)
-    press = make_press(ratio=0.3, replay=replay)
-    longest = []
-    cat = torch.cat
+    ids, longest, cat = random_ids(400), [], torch.cat
 
     def spy(tensors, *args, **kwargs):
         out = cat(tensors, *args, **kwargs)
@@ -337,8 +301,8 @@ def test_the_replay_never_copies_the_full_cache(monkeypatch, model, replay):
             longest.append(out.shape[2])
         return out
 
-    with torch.no_grad(), press(model):
-        model.model(input_ids=ids, past_key_values=DynamicCache())
+    with torch.no_grad(), make_press(ratio=0.3, replay=replay)(model):
+        prefill(model, ids)
         monkeypatch.setattr(torch, "cat", spy)
     # Prefix or sinks, chunk and replayed tokens: the prompt's text is 63 characters, one token each
     assert longest and max(longest) < 4 + 32 + 32 + 100 < ids.shape[1]
@@ -346,11 +310,8 @@ def test_the_replay_never_copies_the_full_cache(monkeypatch, model, replay):
 
 def test_replay_cost_is_one_pass_over_the_context(model):
     """The tokens fed in the replay are the context's and those of the prompts, each once."""
-    ids = random_ids(200)
-    fed = []
-    handle = model.model.embed_tokens.register_forward_hook(lambda module, args, output: fed.append(output.shape[1]))
-    prefill(model, ids, make_press(ratio=0.3, chunk_size=100))
-    handle.remove()
+    with counted_calls(model.model.embed_tokens) as shapes:
+        prefill(model, random_ids(200), make_press(ratio=0.3, chunk_size=100))
     # One token a character
     prompts = len(f"{PROMPTS['default'].first}\n{PROMPTS['default'].later}\n") + 8
-    assert fed[0] == 200 and sum(fed[1:]) == 196 + prompts
+    assert shapes[0][1] == 200 and sum(shape[1] for shape in shapes[1:]) == 196 + prompts

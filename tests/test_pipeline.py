@@ -19,8 +19,7 @@ OPTIONS = dict(max_new_tokens=8)
 
 def build_pipeline(tmp_path, family: str = "llama", template: bool = True):
     """kvpress's pipeline over a model and tokenizer that were saved to and loaded from a folder."""
-    tokenizer = build_tokenizer() if template else build_tokenizer(None)
-    model = build_model(family)
+    tokenizer, model = build_tokenizer() if template else build_tokenizer(None), build_model(family)
     # Answers of a random model would end nowhere or at once: let them have their full length
     model.generation_config.eos_token_id = VOID
     model.save_pretrained(tmp_path)
@@ -41,14 +40,13 @@ def encode(text: str) -> torch.Tensor:
     return torch.tensor([build_tokenizer().encode(text, add_special_tokens=False)])
 
 
-def context_ids() -> torch.Tensor:
-    return encode("<s>user:" + CONTEXT)
+CONTEXT_IDS = encode("<s>user:" + CONTEXT)
 
 
-def generated(model, context, question: str, press) -> str:
+def generated(model, question: str, press) -> str:
     """The answer of generate with a cache that was compressed by hand."""
-    cache = prefill(model, context, press)
-    ids = torch.cat([context, encode(question + SUFFIX)], dim=1)
+    cache = prefill(model, CONTEXT_IDS, press)
+    ids = torch.cat([CONTEXT_IDS, encode(question + SUFFIX)], dim=1)
     out = model.generate(ids, past_key_values=cache, do_sample=False, eos_token_id=VOID, **OPTIONS)
     return build_tokenizer().decode(out[0, ids.shape[1] :], skip_special_tokens=True)
 
@@ -59,7 +57,7 @@ def test_answers_equal_those_of_a_cache_compressed_by_hand(tmp_path, family, rat
     """Several questions in one call: each answer is that of generate with the context compressed, it alone."""
     pipe, press = build_pipeline(tmp_path, family), make_press(ratio=ratio)
     answers = pipe(CONTEXT, questions=QUESTIONS, press=press, **OPTIONS)["answers"]
-    assert answers == [generated(pipe.model, context_ids(), question, press) for question in QUESTIONS]
+    assert answers == [generated(pipe.model, question, press) for question in QUESTIONS]
     assert answers[0] == answers[2]
 
 
@@ -67,8 +65,8 @@ def test_one_question_and_none(pipe):
     """A single question gives one answer, and no question continues the templated context."""
     press = make_press(ratio=0.3)
     answer = pipe(CONTEXT, question=QUESTIONS[0], press=press, **OPTIONS)["answer"]
-    assert answer == generated(pipe.model, context_ids(), QUESTIONS[0], press)
-    assert pipe(CONTEXT, press=press, **OPTIONS)["answer"] == generated(pipe.model, context_ids(), "", press)
+    assert answer == generated(pipe.model, QUESTIONS[0], press)
+    assert pipe(CONTEXT, press=press, **OPTIONS)["answer"] == generated(pipe.model, "", press)
 
 
 def test_the_tokenizer_is_found_without_being_given(pipe):
@@ -82,17 +80,11 @@ def test_at_ratio_one_the_answers_are_those_without_a_press(pipe):
     press = make_press(ratio=1.0)
     plain = pipe(CONTEXT, questions=QUESTIONS, **OPTIONS)
     assert pipe(CONTEXT, questions=QUESTIONS, press=press, **OPTIONS) == plain
-    ids = torch.cat([context_ids(), encode(QUESTIONS[0] + SUFFIX)], dim=1)
+    ids = torch.cat([CONTEXT_IDS, encode(QUESTIONS[0] + SUFFIX)], dim=1)
     with press(pipe.model):
         out = pipe.model.generate(ids, do_sample=False, eos_token_id=VOID, **OPTIONS)
     inside = build_tokenizer().decode(out[0, ids.shape[1] :], skip_special_tokens=True)
     assert inside == plain["answers"][0]
-
-
-def test_compression_changes_the_answers_of_a_random_model(pipe):
-    """At a small ratio the answers are others than those of the full cache: the pipeline does use what is left."""
-    plain = pipe(CONTEXT, questions=QUESTIONS, max_new_tokens=20)["answers"]
-    assert pipe(CONTEXT, questions=QUESTIONS, press=make_press(ratio=0.05), max_new_tokens=20)["answers"] != plain
 
 
 def test_a_context_without_chat_template(tmp_path):
@@ -102,8 +94,7 @@ def test_a_context_without_chat_template(tmp_path):
     press = KVzipPress(ratio=0.2, n_sink=0, tokenizer=build_tokenizer(None))
     answer = pipe(CONTEXT, question=QUESTIONS[0], press=press, cache=cache, **OPTIONS)["answer"]
     assert isinstance(answer, str)
-    assert cache.get_seq_length() == 1 + len(CONTEXT)
-    assert cache.layers[0].prefix_pairs == [2]
+    assert cache.get_seq_length() == 1 + len(CONTEXT) and cache.layers[0].prefix_pairs == [2]
     assert kept_fraction(cache) == pytest.approx(0.2, abs=1e-3)
 
 
@@ -112,12 +103,12 @@ def test_the_given_cache_is_compressed_and_unchanged_by_questions(tmp_path, fami
     """cache= is compressed in place; after the answers are removed it is what it was right after the compression."""
     pipe, press, cache = build_pipeline(tmp_path, family), make_press(ratio=0.3), DynamicCache()
     answers = pipe(CONTEXT, questions=QUESTIONS, press=press, cache=cache, **OPTIONS)["answers"]
-    expected = prefill(pipe.model, context_ids(), press)
+    expected = prefill(pipe.model, CONTEXT_IDS, press)
     assert is_compressed(cache)
-    assert [layer.get_seq_length() for layer in cache.layers] == [context_ids().shape[1]] * 4
+    assert [layer.get_seq_length() for layer in cache.layers] == [CONTEXT_IDS.shape[1]] * 4
     assert all_equal(packed_states(cache), packed_states(expected))
     lengths = [cache.get_seq_length(index) for index in range(len(cache))]
-    again = pipe.generate_answer(encode(QUESTIONS[1] + SUFFIX), cache, context_ids().shape[1], 8)
+    again = pipe.generate_answer(encode(QUESTIONS[1] + SUFFIX), cache, CONTEXT_IDS.shape[1], 8)
     pipe._remove_answer_from_cache(cache, lengths)
     assert again == answers[1]
     assert all_equal(packed_states(cache), packed_states(expected))
@@ -131,38 +122,24 @@ def test_the_bytes_of_the_given_cache_fall(pipe):
     assert cache_nbytes(compressed) < 0.25 * cache_nbytes(full)
 
 
-def test_every_call_of_the_head_gives_one_logit(pipe):
-    """Neither prefill nor replay compute logits, and question and answer only what they need: one each."""
-    with counted_calls(pipe.model.lm_head) as shapes:
+def test_every_call_of_the_head_gives_one_logit_and_the_log_tells_the_logical_length(pipe, caplog):
+    """Neither prefill nor replay compute logits, question and answer one each; kvpress logs the context's length."""
+    with counted_calls(pipe.model.lm_head) as shapes, caplog.at_level("DEBUG", logger="kvpress.pipeline"):
         pipe(CONTEXT, questions=QUESTIONS[:2], press=make_press(ratio=0.3), **OPTIONS)
     assert [shape[1] for shape in shapes] == [1] * 16
-
-
-def test_the_pipeline_logs_the_logical_length(pipe, caplog):
-    """kvpress logs the cache's length inside the block, before compression: the length of the context."""
-    with caplog.at_level("DEBUG", logger="kvpress.pipeline"):
-        pipe(CONTEXT, question=QUESTIONS[0], press=make_press(ratio=0.3), **OPTIONS)
-    assert f"Context Length: {context_ids().shape[1]}" in [record.message for record in caplog.records]
+    assert f"Context Length: {CONTEXT_IDS.shape[1]}" in [record.message for record in caplog.records]
 
 
 @pytest.mark.parametrize("baseline", ["SnapKVPress", "KnormPress", "ExpectedAttentionPress"])
-def test_baselines_of_kvpress_work_unchanged_after_ours(tmp_path, baseline):
+def test_baselines_of_kvpress_work_unchanged_after_ours(pipe, baseline):
     """A press of kvpress gives bit for bit the same cache and answers before and after ours ran on the model."""
-    pipe = build_pipeline(tmp_path)
 
     def run():
-        cache = DynamicCache()
-        answers = pipe(
-            CONTEXT,
-            questions=QUESTIONS,
-            cache=cache,
-            press=getattr(kvpress, baseline)(compression_ratio=0.4),
-            **OPTIONS,
-        )
+        cache, press = DynamicCache(), getattr(kvpress, baseline)(compression_ratio=0.4)
+        answers = pipe(CONTEXT, questions=QUESTIONS, cache=cache, press=press, **OPTIONS)
         return answers, [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]
 
     expected, states = run()
     pipe(CONTEXT, questions=QUESTIONS, press=make_press(ratio=0.3), **OPTIONS)
     answers, states_after = run()
-    assert answers == expected
-    assert all_equal(states, states_after)
+    assert answers == expected and all_equal(states, states_after)

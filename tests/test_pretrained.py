@@ -53,12 +53,14 @@ def test_home_is_the_users_cache_folder_unless_set(monkeypatch, tmp_path):
     assert smollm2.cache_home() == tmp_path / "own"
 
 
-def test_converted_once(source, conversions):
+def test_converted_once_and_other_weights_into_another_folder(source, conversions):
     folder = smollm2.converted_folder()
-    assert smollm2.converted_folder() == folder
-    assert len(conversions) == 1
+    assert smollm2.converted_folder() == folder and len(conversions) == 1
+    source.write_bytes(b"other weights")
+    other = smollm2.converted_folder()
+    assert other != folder and partial_folders() == []
     assert (folder / "model.safetensors").read_bytes() == b"weights"
-    assert partial_folders() == []
+    assert (other / "model.safetensors").read_bytes() == b"other weights"
 
 
 def test_conversion_cut_off_is_redone(source, conversions, monkeypatch):
@@ -98,19 +100,9 @@ def test_folder_without_a_valid_marker_or_with_truncated_weights_is_redone(sourc
         (folder / "model.safetensors").write_bytes(b"wei")
     else:
         (folder / smollm2.MARKER).write_text(marker)
-    assert smollm2.converted_folder() == folder
-    assert len(conversions) == 2
+    assert smollm2.converted_folder() == folder and len(conversions) == 2
     assert (folder / "model.safetensors").read_bytes() == b"weights"
     assert json.loads((folder / smollm2.MARKER).read_text())["files"] == {"model.safetensors": 7}
-
-
-def test_other_weights_are_converted_into_another_folder(source, conversions):
-    first = smollm2.converted_folder()
-    source.write_bytes(b"other weights")
-    second = smollm2.converted_folder()
-    assert first != second
-    assert (first / "model.safetensors").read_bytes() == b"weights"
-    assert (second / "model.safetensors").read_bytes() == b"other weights"
 
 
 def _convert_slowly(source: Path, home: str, started, results) -> None:
@@ -157,9 +149,9 @@ def test_missing_gguf_reader_is_named_with_its_remedy(source, monkeypatch):
     assert partial_folders() == []
 
 
-def test_packaged_model():
+def test_packaged_model(smollm2):
     """The real weights: converted on the first run for a home, which takes about half a minute."""
-    model, tokenizer = load_model()
+    model, tokenizer = smollm2
     assert not model.training
     assert (model.config.num_hidden_layers, model.config.num_key_value_heads) == (30, 3)
     assert tokenizer.model_max_length == model.config.max_position_embeddings == 8192
@@ -188,9 +180,7 @@ def test_folder_is_loaded_as_asked(tmp_path):
     LlamaForCausalLM(config).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     model, loaded = load_model(str(tmp_path), dtype=torch.bfloat16, attn_implementation="eager")
-    assert model.dtype == torch.bfloat16
-    assert model.config._attn_implementation == "eager"
-    assert not model.training
+    assert model.dtype == torch.bfloat16 and model.config._attn_implementation == "eager" and not model.training
     assert loaded.get_vocab() == tokenizer.get_vocab()
 
 
@@ -214,34 +204,30 @@ def test_folder_without_a_model(tmp_path):
         load_model(str(tmp_path))
 
 
-def test_unknown_name_offline(monkeypatch):
+RESPONSE = httpx.Response(403, request=httpx.Request("GET", "https://example.invalid"))
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (ConnectionError("no route"), "the hub can't be reached"),
+        (errors.RepositoryNotFoundError("refused", response=RESPONSE), "the hub has no model of this name"),
+        (errors.GatedRepoError("refused", response=RESPONSE), "is gated"),
+        (errors.HfHubHTTPError("refused", response=RESPONSE), "can't be loaded"),
+    ],
+)
+def test_hub_failures_are_told_apart(monkeypatch, error, message):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(ValueError, match="'no-such-owner/no-such-model'.*HF_HUB_OFFLINE"):
         load_model("no-such-owner/no-such-model")
 
-
-@pytest.mark.parametrize(
-    ("make_error", "message"),
-    [
-        (lambda: ConnectionError("no route"), "the hub can't be reached"),
-        (lambda: _hub_error("RepositoryNotFoundError"), "the hub has no model of this name"),
-        (lambda: _hub_error("GatedRepoError"), "is gated"),
-        (lambda: _hub_error("HfHubHTTPError"), "can't be loaded"),
-    ],
-)
-def test_hub_failures_are_told_apart(monkeypatch, make_error, message):
     def fail(*args, **kwargs):
-        raise OSError("can't load the configuration") from make_error()
+        raise OSError("can't load the configuration") from error
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(load.AutoConfig, "from_pretrained", fail)
     with pytest.raises(ValueError, match=message):
         load_model("owner/name")
-
-
-def _hub_error(name: str) -> Exception:
-    response = httpx.Response(403, request=httpx.Request("GET", "https://example.invalid"))
-    return getattr(errors, name)("refused", response=response)
 
 
 def test_devices_that_are_not_there(monkeypatch):

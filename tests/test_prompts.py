@@ -17,26 +17,28 @@ def ids_of(text: str, tokenizer: PreTrainedTokenizerFast | None = None) -> list[
     return (tokenizer or build_tokenizer()).encode(text, add_special_tokens=False)
 
 
-def test_affixes_are_what_the_template_puts_around_a_message():
-    """The two parts around the user's text, the opening of the answer included."""
-    assert chat_affixes(build_tokenizer()) == (PREFIX, SUFFIX)
+THINKING = (
+    "<s>system:Be brief.<e>{% for m in messages %}<s>{{ m['role'] }}:{{ m['content'] }}<e>{% endfor %}"
+    "<s>assistant:{% if enable_thinking is defined and not enable_thinking %}[no thoughts]{% endif %}"
+)
 
 
-def test_affixes_without_a_template():
-    """BOS before the text and a line break after it, as kvpress's pipeline does."""
-    assert chat_affixes(build_tokenizer(None)) == ("<s>", "\n")
-    tokenizer = build_tokenizer(None)
-    tokenizer.bos_token = None
-    assert chat_affixes(tokenizer) == ("", "\n")
-
-
-def test_affixes_of_a_template_with_system_prompt_and_thinking():
-    """A default system prompt belongs to the prefix; thinking is switched off where the template knows it."""
-    template = (
-        "<s>system:Be brief.<e>{% for m in messages %}<s>{{ m['role'] }}:{{ m['content'] }}<e>{% endfor %}"
-        "<s>assistant:{% if enable_thinking is defined and not enable_thinking %}[no thoughts]{% endif %}"
-    )
-    assert chat_affixes(build_tokenizer(template)) == ("<s>system:Be brief.<e><s>user:", SUFFIX + "[no thoughts]")
+@pytest.mark.parametrize(
+    ("template", "bos", "affixes"),
+    [
+        # The two parts around the user's text, the opening of the answer included
+        (TEMPLATE, "<s>", (PREFIX, SUFFIX)),
+        # BOS before the text and a line break after it, as kvpress's pipeline does
+        (None, "<s>", ("<s>", "\n")),
+        (None, None, ("", "\n")),
+        # A default system prompt belongs to the prefix; thinking is switched off where the template knows it
+        (THINKING, "<s>", ("<s>system:Be brief.<e><s>user:", SUFFIX + "[no thoughts]")),
+    ],
+)
+def test_affixes_are_what_the_template_puts_around_a_message(template, bos, affixes):
+    tokenizer = build_tokenizer(template)
+    tokenizer.bos_token = bos
+    assert chat_affixes(tokenizer) == affixes
 
 
 @pytest.mark.parametrize(("template", "times"), [("{{ messages[0]['content'] }}" * 2, 2), ("nothing", 0)])

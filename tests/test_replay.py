@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from harness import context_of, make_press, prefill, scores_of
+from harness import context_of, counted_calls, make_press, prefill, scores_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_models import build_model, random_ids
+from tiny_models import random_ids
 
-from kvzip_press.models import language_model
 from kvzip_press.prompts import EncodedPrompts
 from kvzip_press.replay_plan import REPEATS, ReplayPass, RowContext, plan_replay
 
@@ -74,17 +73,14 @@ def test_ablations_feed_a_part_and_score_everything(repeat, fed, fed_of_204):
 
 
 @pytest.mark.parametrize("repeat", REPEATS)
-def test_what_is_planned_is_what_is_fed(repeat):
+def test_what_is_planned_is_what_is_fed(model, repeat):
     """Through the press: the ids of each pass, at positions that continue after the context, in local replay too."""
-    model, ids = build_model("llama"), random_ids(60)
-    press = make_press(repeat=repeat, chunk_size=30)
-    compressor = press.compressor(model)
-    context, fed = context_of(model, ids), []
-    handle = language_model(model).register_forward_pre_hook(
+    ids, fed = random_ids(60), []
+    compressor, context = make_press(repeat=repeat, chunk_size=30).compressor(model), context_of(model, ids)
+    model.model.register_forward_pre_hook(
         lambda module, args, kwargs: fed.append((kwargs["input_ids"], kwargs["position_ids"])), with_kwargs=True
     )
     scores = compressor.score(context)[0]
-    handle.remove()
     passes = plan_replay(*context.rows(compressor.prompts, 4), compressor.prompts, chunk_size=30, repeat=repeat)
     assert len(fed) == len(passes) == (2 if repeat == "context" else 1)
     for (tokens, positions), step in zip(fed, passes, strict=True):
@@ -93,30 +89,26 @@ def test_what_is_planned_is_what_is_fed(repeat):
     assert torch.isfinite(scores[..., 4:]).all()
 
 
-def test_what_is_repeated_decides_what_is_kept():
+def test_what_is_repeated_decides_what_is_kept(model):
     """The ablations give other scores than the replay of the whole context, and than each other."""
-    model, ids = build_model("llama"), random_ids(100)
-    scores = [scores_of(model, ids, repeat=repeat)[..., 4:] for repeat in REPEATS]
+    scores = [scores_of(model, random_ids(100), repeat=repeat)[..., 4:] for repeat in REPEATS]
     assert all(not torch.allclose(a, b, atol=1e-3) for index, a in enumerate(scores) for b in scores[:index])
 
 
-def test_chunks_of_a_local_replay_do_not_depend_on_each_other():
+def test_chunks_of_a_local_replay_do_not_depend_on_each_other(model):
     """The scores of the first chunk are the same whatever comes after it in the context, in a causal model."""
-    model, ids = build_model("llama"), random_ids(100)
+    ids = random_ids(100)
     other = torch.cat([ids[:, :52], random_ids(48, seed=9)], dim=1)
     scores = [scores_of(model, tokens, chunk_size=48) for tokens in (ids, other)]
     torch.testing.assert_close(scores[0][..., 4:52], scores[1][..., 4:52], atol=1e-5, rtol=1e-4)
     assert not torch.allclose(scores[0][..., 52:], scores[1][..., 52:], atol=1e-2)
 
 
-def test_equal_rows_are_replayed_once(monkeypatch):
+def test_equal_rows_are_replayed_once(model):
     """Beams and repeated rows hold the same context: one replay serves them all."""
-    model, ids = build_model("llama"), random_ids(60)
-    rows = torch.cat([ids, random_ids(60, seed=1), ids])
-    passes = []
-    handle = language_model(model).register_forward_hook(lambda module, args, output: passes.append(1))
-    cache = prefill(model, rows, make_press(ratio=0.3, chunk_size=30))
-    handle.remove()
+    rows = torch.cat([random_ids(60, seed=seed) for seed in (0, 1, 0)])
+    with counted_calls(model.model) as passes:
+        cache = prefill(model, rows, make_press(ratio=0.3, chunk_size=30))
     assert len(passes) == 1 + 2 * 2
     lengths = cache.layers[0].head_lengths
     assert lengths[0].tolist() == lengths[2].tolist() != lengths[1].tolist()

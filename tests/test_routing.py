@@ -25,11 +25,10 @@ IDS, QUESTION = random_ids(60), random_ids(5, seed=3)
 @pytest.fixture
 def registry(monkeypatch):
     """The attention registry, put back as it was afterwards."""
-    before = dict(ALL_ATTENTION_FUNCTIONS._local_mapping), dict(ALL_ATTENTION_FUNCTIONS._global_mapping)
+    mappings = ALL_ATTENTION_FUNCTIONS._local_mapping, ALL_ATTENTION_FUNCTIONS._global_mapping
+    before = [dict(mapping) for mapping in mappings]
     yield ALL_ATTENTION_FUNCTIONS
-    for mapping, saved in zip(
-        (ALL_ATTENTION_FUNCTIONS._local_mapping, ALL_ATTENTION_FUNCTIONS._global_mapping), before, strict=True
-    ):
+    for mapping, saved in zip(mappings, before, strict=True):
         mapping.clear()
         mapping.update(saved)
 
@@ -81,10 +80,7 @@ OURS_FIRST = (
 
 def test_importing_changes_nothing_for_others_and_the_order_does_not_matter():
     """Models that never meet a press give bit-equal outputs with and without our import, which may come first."""
-    programs = [
-        OUTPUTS.format(imports="import kvpress", after=""),
-        OUTPUTS.format(imports=OURS_FIRST, after=PRESSED),
-    ]
+    programs = [OUTPUTS.format(imports="import kvpress", after=""), OUTPUTS.format(imports=OURS_FIRST, after=PRESSED)]
     with ThreadPoolExecutor() as pool:
         alone, ours = (json.loads(line) for line in pool.map(run_python, programs))
     assert len(alone["found"]) == 21
@@ -174,37 +170,21 @@ def test_plain_tensors_pass_through_untouched():
     assert args[0] == "module" and args[5:] == (0.1,) and kwargs == {"scaling": 2, "custom": "x"}
 
 
-MATH = {
-    "add": lambda t: t + 1,
-    "radd": lambda t: 1 + t,
-    "matmul": lambda t: torch.matmul(torch.ones(4, 4), t),
-    "index": lambda t: t[:, 0],
-    "transpose": lambda t: t.transpose(1, 2),
-    "view": lambda t: t.view(-1),
-    "expand": lambda t: t.expand(2, -1, -1, -1),
-    "float": lambda t: t.float(),
-    "contiguous": lambda t: t.contiguous(),
-    "cat": lambda t: torch.cat([t, t]),
-    "attention": lambda t: torch.nn.functional.scaled_dot_product_attention(t, t, t),
-    "setitem": lambda t: t.__setitem__(0, 1),
-    "item": lambda t: t[0, 0, 0, 0].item(),
-    "numpy": lambda t: t.numpy(),
-    "data": lambda t: t.data,
-    "clone": lambda t: t.clone(),
-    "detach": lambda t: t.detach(),
-    "to": lambda t: t.to("cpu"),
-    "sum": lambda t: t.sum(),
-    "out": lambda t: torch.add(torch.zeros(1, 2, 3, 4), 1, out=t),
-    "einsum": lambda t: torch.einsum("bhnd->bhn", t),
-}
-
-
-@pytest.mark.parametrize("operation", MATH)
+@pytest.mark.parametrize(
+    "operation",
+    [
+        *("t + 1", "1 + t", "t.sum()", "torch.matmul(torch.ones(4, 4), t)", "torch.einsum('bhnd->bhn', t)"),
+        *("t[:, 0]", "t[0, 0, 0, 0].item()", "t.__setitem__(0, 1)", "t.view(-1)", "t.transpose(1, 2)"),
+        *("t.expand(2, -1, -1, -1)", "t.float()", "t.contiguous()", "t.clone()", "t.detach()", "t.to('cpu')"),
+        *("t.numpy()", "t.data", "torch.cat([t, t])", "torch.add(torch.zeros(1, 2, 3, 4), 1, out=t)"),
+        "torch.nn.functional.scaled_dot_product_attention(t, t, t)",
+    ],
+)
 def test_a_routed_tensor_can_not_be_computed_with(operation):
     """Any operation on a routed tensor raises with the remedy: it would silently leave out the context."""
     tensor = RoutedTensor.wrap(torch.randn(1, 2, 3, 4), layer=None)
     with pytest.raises(RuntimeError, match="can't read a compressed KV cache.*set_attn_implementation"):
-        MATH[operation](tensor)
+        eval(operation, {"t": tensor, "torch": torch})
 
 
 def test_shape_dtype_and_device_of_a_routed_tensor_can_be_read():
@@ -220,10 +200,8 @@ def test_shape_dtype_and_device_of_a_routed_tensor_can_be_read():
 @pytest.mark.parametrize("argument", ["s_aux", "position_bias", "head_mask"])
 def test_features_that_are_not_computed_are_refused(model, argument):
     """Attention sinks, biases and head masks are an error over a compressed cache, not silently left out."""
-    cache = prefill(model, IDS, make_press(ratio=0.3))
-    layer = cache.layers[0]
     query, key = torch.zeros(1, 8, 1, 8), torch.zeros(1, 2, 1, 8)
-    keys, values = layer.update(key, key)
+    keys, values = prefill(model, IDS, make_press(ratio=0.3)).layers[0].update(key, key)
     with pytest.raises(NotImplementedError, match=argument):
         ALL_ATTENTION_FUNCTIONS["sdpa"](model, query, keys, values, None, **{argument: torch.zeros(1)})
 

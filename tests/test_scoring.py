@@ -11,10 +11,10 @@ from transformers import DynamicCache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from kvzip_press import KVzipPress, models
+from kvzip_press import KVzipPress
 from kvzip_press.kernels.replay import torch as torch_replay
-from kvzip_press.models import ModelLayout, attention_modules, language_model
-from kvzip_press.scoring import SCORERS, Scorer, inverse_hidden_norm, value_output_norm
+from kvzip_press.models import ModelLayout
+from kvzip_press.scoring import SCORERS, inverse_hidden_norm, value_output_norm
 
 NAME = "recording_reference"
 CHUNK, SINKS, LENGTH = 40, 4, 90
@@ -43,24 +43,21 @@ def materialised_scores(model, ids, scorer: str, local: bool) -> torch.Tensor:
 
     A local replay is the same with a mask that shows sinks, chunk and replayed tokens alone.
     """
-    tokenizer = build_tokenizer()
-    first = tokenizer.encode("\n\nRepeat the previous context exactly.", add_special_tokens=False)
-    later = tokenizer.encode(
-        "\n\nRepeat the part of the previous context exactly, starting with", add_special_tokens=False
+    wordings = (
+        "\n\nRepeat the previous context exactly.",
+        "\n\nRepeat the part of the previous context exactly, starting with",
+        "\n",
     )
-    newline = tokenizer.encode("\n", add_special_tokens=False)
-    context = ids[0].tolist()
-    model = model.double()
-    config = language_model(model).config
+    first, later, newline = (build_tokenizer().encode(text, add_special_tokens=False) for text in wordings)
+    context, model = ids[0].tolist(), model.double()
+    config, attention = model.model.config, ModelLayout.of(model).attention
     scores = torch.full((config.num_hidden_layers, config.num_key_value_heads, LENGTH), -torch.inf).double()
     inputs: dict[int, torch.Tensor] = {}
-    handles = [
-        module.register_forward_pre_hook(
-            lambda module, args, kwargs: inputs.__setitem__(module.layer_idx, kwargs["hidden_states"]),
-            with_kwargs=True,
-        )
-        for module in attention_modules(model)
-    ]
+
+    def note(module, args, kwargs):
+        inputs[module.layer_idx] = kwargs["hidden_states"]
+
+    handles = [module.register_forward_pre_hook(note, with_kwargs=True) for module in attention]
     model.set_attn_implementation(NAME)
     for start in range(SINKS, LENGTH, CHUNK):
         end = min(start + CHUNK, LENGTH)
@@ -71,11 +68,11 @@ def materialised_scores(model, ids, scorer: str, local: bool) -> torch.Tensor:
         seen = (columns < SINKS) | ((columns >= start) & (columns < end)) | (columns >= LENGTH)
         causal = columns <= torch.arange(LENGTH, LENGTH + n).unsqueeze(-1)
         cache = DynamicCache()
-        language_model(model)(input_ids=ids, past_key_values=cache)
+        model.model(input_ids=ids, past_key_values=cache)
         mask = None
         if local:
             mask = torch.zeros(1, 1, n, LENGTH + n, dtype=torch.float64).masked_fill(~(causal & seen), -torch.inf)
-        language_model(model)(input_ids=fed, past_key_values=cache, attention_mask=mask)
+        model.model(input_ids=fed, past_key_values=cache, attention_mask=mask)
         for layer, (logits, value) in RECORDED.items():
             weights = torch.softmax(logits.masked_fill(~(causal & seen), -torch.inf), dim=-1)
             if scorer == "logit":
@@ -83,16 +80,13 @@ def materialised_scores(model, ids, scorer: str, local: bool) -> torch.Tensor:
             if scorer == "l2":
                 weights = weights.square()
             if scorer == "kvzip-plus":
-                o_proj = attention_modules(model)[layer].o_proj.weight
-                head_dim = value.shape[-1]
-                for head in range(weights.shape[1]):
-                    block = o_proj[:, head * head_dim : (head + 1) * head_dim]
+                blocks = attention[layer].o_proj.weight.split(value.shape[-1], dim=1)
+                for head, block in enumerate(blocks):
                     kv_head = head * value.shape[1] // weights.shape[1]
                     weights[0, head] *= (value[0, kv_head] @ block.T).norm(dim=-1)
                 weights /= inputs[layer].norm(dim=-1)[:, None, :, None]
             by_group = weights[0].unflatten(0, (config.num_key_value_heads, -1))[..., start:end]
-            reduced = by_group.sum(dim=(1, 2)) if scorer == "l2" else by_group.amax(dim=(1, 2))
-            scores[layer, :, start:end] = reduced
+            scores[layer, :, start:end] = (by_group.sum if scorer == "l2" else by_group.amax)(dim=(1, 2))
     for handle in handles:
         handle.remove()
     return scores
@@ -103,8 +97,7 @@ def materialised_scores(model, ids, scorer: str, local: bool) -> torch.Tensor:
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "phi3"])
 def test_scores_equal_those_of_whole_attention_matrices(family, scorer, local):
     """Every scorer, in local and full replay: a float32 model scores as its definition does in float64."""
-    model, ids = build_model(family), random_ids(LENGTH)
-    replay = "local" if local else "full"
+    model, ids, replay = build_model(family), random_ids(LENGTH), "local" if local else "full"
     scores = scores_of(model, ids, chunk_size=CHUNK, n_sink=SINKS, scorer=scorer, replay=replay)
     assert scores.dtype == torch.float32 and scores.shape == (4, 2, LENGTH)
     assert (scores[..., :SINKS] == -torch.inf).all() and torch.isfinite(scores[..., SINKS:]).all()
@@ -112,9 +105,9 @@ def test_scores_equal_those_of_whole_attention_matrices(family, scorer, local):
     torch.testing.assert_close(scores[..., SINKS:].double(), expected[..., SINKS:], atol=2e-5, rtol=2e-4)
 
 
-def test_scorers_rank_pairs_differently():
+def test_scorers_rank_pairs_differently(model):
     """The four scores are four scores: each pair of them disagrees on which half of the pairs is the better one."""
-    model, ids = build_model("llama"), random_ids(LENGTH)
+    ids = random_ids(LENGTH)
     halves = []
     for scorer in SCORERS:
         scores = scores_of(model, ids, scorer=scorer, chunk_size=CHUNK)[..., SINKS:].flatten()
@@ -122,21 +115,18 @@ def test_scorers_rank_pairs_differently():
     assert all(a != b for index, a in enumerate(halves) for b in halves[:index])
 
 
-@pytest.mark.parametrize("family", ["gemma3", "mistral-sliding"])
-def test_only_layers_that_are_evicted_are_scored(family):
+@pytest.mark.parametrize(("family", "expected"), [("gemma3", (2, 2, LENGTH)), ("mistral-sliding", (4, 2, 23))])
+def test_only_layers_that_are_evicted_are_scored(family, expected):
     """A hybrid model scores its global layers; one that slides everywhere its last window."""
-    model, ids = build_model(family), random_ids(LENGTH)
-    expected = {"gemma3": (2, 2, LENGTH), "mistral-sliding": (4, 2, 23)}[family]
-    assert scores_of(model, ids, chunk_size=CHUNK).shape == expected
+    model = build_model(family)
+    assert scores_of(model, random_ids(LENGTH), chunk_size=CHUNK).shape == expected
     assert len(ModelLayout.of(model).evicted) == expected[0]
 
 
-def test_the_whole_attention_matrix_never_exists(monkeypatch):
+def test_the_whole_attention_matrix_never_exists(monkeypatch, model):
     """No block of logits in the replay exceeds the bound, though queries x keys is many times as much."""
-    bound = 1 << 14
+    bound, sizes, bmm = 1 << 14, [], torch.bmm
     monkeypatch.setitem(torch_replay._BLOCK_ELEMENTS, "cpu", bound)
-    sizes = []
-    bmm = torch.bmm
 
     def spy(*args, **kwargs):
         out = bmm(*args, **kwargs)
@@ -144,7 +134,7 @@ def test_the_whole_attention_matrix_never_exists(monkeypatch):
         return out
 
     monkeypatch.setattr(torch, "bmm", spy)
-    model, ids = build_model("llama"), random_ids(300)
+    ids = random_ids(300)
     blocked = scores_of(model, ids, chunk_size=296, backend="torch")
     keys, queries = 4 + 2 * 296 + 39, 296 + 39
     # Never fewer rows than 16 in a block
@@ -172,14 +162,15 @@ def test_scores_are_collected_in_the_presss_forward_hook(family, layers):
     def meanwhile(module, args, output):
         if "other" not in press.seen:
             press.seen.append("other")
-            language_model(model)(input_ids=ids[:, :3], past_key_values=other)
+            model.model(input_ids=ids[:, :3], past_key_values=other)
 
-    handle = attention_modules(model)[1].register_forward_hook(meanwhile)
+    attention = ModelLayout.of(model).attention
+    handle = attention[1].register_forward_hook(meanwhile)
     scores = compressor.score(context)[0]
     handle.remove()
     calls = [call for call in press.seen if call != "other"]
     assert [layer for layer, _ in calls] == layers * 3 and min(hooks for _, hooks in calls) >= 1
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in attention_modules(model))
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in attention)
     assert torch.equal(scores, scores_of(model, ids, chunk_size=CHUNK))
 
 
@@ -193,19 +184,10 @@ def test_scores_that_no_hook_collects_are_an_error(model):
 
 def test_a_models_layout_is_resolved_once(monkeypatch, model):
     """One compression of a batch of chunks looks the layers and windows up once, however many there are."""
-    asked = []
-    windows = models.layer_windows
-    monkeypatch.setattr(models, "layer_windows", lambda model: asked.append(1) or windows(model))
+    asked, resolve = [], ModelLayout.of
+    monkeypatch.setattr(ModelLayout, "of", lambda model: asked.append(1) or resolve(model))
     prefill(model, random_ids(LENGTH, batch_size=2), make_press(ratio=0.3))
     assert asked == [1]
-
-
-def test_a_new_scorer_is_one_registry_line(monkeypatch, model):
-    """What SCORERS holds, a press takes: the sum of the weights, whose scores bound the maximum from above."""
-    monkeypatch.setitem(SCORERS, "sum", Scorer("sum"))
-    ids = random_ids(LENGTH)
-    total, highest = (scores_of(model, ids, scorer=name, chunk_size=CHUNK)[..., SINKS:] for name in ("sum", "kvzip"))
-    assert (total >= highest - 1e-5).all() and (total > 2 * highest).any()
 
 
 def test_value_output_norm_equals_the_projected_vector():

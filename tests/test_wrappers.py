@@ -6,27 +6,17 @@ import kvpress
 import pytest
 import torch
 from harness import ask, make_press, prefill, refused
-from tiny_models import build_model, build_tokenizer, random_ids
-from transformers import DynamicCache
+from tiny_models import random_ids
 
 from kvzip_press import KVzipPress
 
 IDS = random_ids(60)
 
+# Class of kvpress -> arguments after the press
 NEED_A_SCORER = {
-    "AdaKVPress": lambda press: kvpress.AdaKVPress(press),
-    "BlockPress": lambda press: kvpress.BlockPress(press),
-    "ChunkPress": lambda press: kvpress.ChunkPress(press),
-    "CriticalKVPress": lambda press: kvpress.CriticalKVPress(press),
-    "CriticalAdaKVPress": lambda press: kvpress.CriticalAdaKVPress(press),
-    "DecodingPress": lambda press: kvpress.DecodingPress(base_press=press),
-    "KeyRerotationPress": lambda press: kvpress.KeyRerotationPress(press),
-    "PerLayerCompressionPress": lambda press: kvpress.PerLayerCompressionPress(press, [0.3] * 4),
-}
-TAKE_ANY_PRESS = {
-    "ComposedPress": lambda press: kvpress.ComposedPress([press]),
-    "ComposedPress, first another": lambda press: kvpress.ComposedPress([kvpress.KnormPress(0.3), press]),
-    "PrefillDecodingPress": lambda press: kvpress.PrefillDecodingPress(prefilling_press=press),
+    **dict.fromkeys(["AdaKVPress", "BlockPress", "ChunkPress", "CriticalKVPress", "CriticalAdaKVPress"], ()),
+    **dict.fromkeys(["DecodingPress", "KeyRerotationPress"], ()),
+    "PerLayerCompressionPress": ([0.3] * 4,),
 }
 
 
@@ -35,28 +25,32 @@ def test_wrappers_of_scorers_refuse_it_at_once(name):
     """Ours gives no scores of a layer's own: kvpress's wrappers refuse it when they are made, as it is no scorer."""
     assert not isinstance(KVzipPress(), kvpress.ScorerPress)
     with pytest.raises(AssertionError) as caught:
-        NEED_A_SCORER[name](KVzipPress())
+        getattr(kvpress, name)(KVzipPress(), *NEED_A_SCORER[name])
     # KeyRerotationPress asserts without a message; its assertion names the class itself
     assert "ScorerPress" in str(caught.value) or name == "KeyRerotationPress"
 
 
-@pytest.mark.parametrize("name", TAKE_ANY_PRESS)
-def test_wrappers_of_any_press_are_refused_when_entered(name):
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda press: kvpress.ComposedPress([press]),
+        lambda press: kvpress.ComposedPress([kvpress.KnormPress(0.3), press]),
+        kvpress.PrefillDecodingPress,
+    ],
+)
+def test_wrappers_of_any_press_are_refused_when_entered(model, wrap):
     """Wrappers that only run hooks would silently not compress: an error before the first forward, naming them."""
-    model = build_model("llama")
-    wrapper = TAKE_ANY_PRESS[name](make_press())
     with refused(model, "can't run inside another press.*use it alone"):
-        prefill(model, IDS, wrapper)
+        prefill(model, IDS, wrap(make_press()))
     assert all(not module._forward_hooks for module in model.modules())
 
 
 def test_a_hook_that_is_called_directly_refuses_too(model):
     """A wrapper of someone else's that skips post_init_from_model meets the same error at the first layer."""
     layer = model.model.layers[0].self_attn
-    handle = layer.register_forward_hook(KVzipPress(tokenizer=build_tokenizer()).forward_hook, with_kwargs=True)
-    with pytest.raises(ValueError, match="can't run inside another press"), torch.no_grad():
-        model.model(input_ids=IDS, past_key_values=DynamicCache())
-    handle.remove()
+    layer.register_forward_hook(make_press().forward_hook, with_kwargs=True)
+    with pytest.raises(ValueError, match="can't run inside another press"):
+        prefill(model, IDS)
 
 
 def test_presses_of_kvpress_and_ours_take_turns(model):

@@ -14,7 +14,7 @@ import torch
 from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
 from ... import KVzipPress
-from ...models import attention_modules
+from ...models import ModelLayout
 from ...prompts import PROMPTS, encode_prompts
 
 # The default of kvpress's KVzipPress too
@@ -84,12 +84,12 @@ def protected_length(tokenizer: PreTrainedTokenizerBase) -> int:
 
 def masked_indices(model: PreTrainedModel) -> list[tuple[torch.Tensor, ...] | None]:
     """What kvpress's masking presses leave on each attention module: the pairs hidden from it, or None."""
-    return [getattr(module, MASK, None) for module in attention_modules(model)]
+    return [getattr(module, MASK, None) for module in ModelLayout.of(model).attention]
 
 
 def set_masked_indices(model: PreTrainedModel, masks: Sequence[tuple[torch.Tensor, ...] | None]) -> None:
     """Put back what `masked_indices` returned, for the cache it belongs to."""
-    for module, mask in zip(attention_modules(model), masks, strict=True):
+    for module, mask in zip(ModelLayout.of(model).attention, masks, strict=True):
         setattr(module, MASK, mask)
 
 

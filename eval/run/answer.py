@@ -13,7 +13,7 @@ from transformers import Cache, PreTrainedModel
 
 from ...cache.measure import is_compressed
 from ...decoding import forgetting, greedy, read
-from ...models import attention_modules
+from ...models import ModelLayout
 
 
 @contextmanager
@@ -33,7 +33,7 @@ def _asking(model: PreTrainedModel, cache: Cache) -> Iterator[None]:
 
     lengths = {cache.get_seq_length(index) for index in range(len(cache.layers))}
     uneven = len(lengths) > 1 and not is_compressed(cache)
-    modules = attention_modules(model) if uneven else []
+    modules = ModelLayout.of(model).attention if uneven else []
     handles = [module.register_forward_pre_hook(cut, with_kwargs=True) for module in modules]
     try:
         with forgetting(cache):

@@ -22,7 +22,7 @@ from ... import HeadScores, KVzipPress
 from ...cache.measure import cache_nbytes
 from ...compressor import PrefilledContext
 from ...decoding import device_time
-from ...models import evicted_layers, language_model, layer_windows, reachable_columns
+from ...models import ModelLayout, language_model, reachable_columns
 from ...prompts import PROMPTS, ReplayPrompts
 from ...selection import HEAD_LEVEL
 from ..choices import BUDGETS
@@ -111,9 +111,7 @@ class ContextSweep:
         self.effort = effort
         self.budget = budget
         self._options: dict[str, Any] = {"head_scores": head_scores, "backend": backend}
-        self._decoder = language_model(model)
-        self._windows = layer_windows(model)
-        self._evicted = evicted_layers(self._windows)
+        self._layout = ModelLayout.of(model)
         self._protected = min(max(context.prefix_length, N_SINK), context.num_tokens)
         self._full: Cache | None = None
         self._prefill_seconds = 0.0
@@ -122,8 +120,8 @@ class ContextSweep:
         """The full cache, prefilled when first asked for."""
         if self._full is None:
             start = self._now()
-            self._full = DynamicCache(config=self._decoder.config)
-            self._prefill(self._decoder, self._full)
+            self._full = DynamicCache(config=self._layout.decoder.config)
+            self._prefill(self._layout.decoder, self._full)
             self._prefill_seconds = self._now() - start
         return self._full
 
@@ -188,7 +186,7 @@ class ContextSweep:
         self, variant: Variant, press: kvpress.BasePress
     ) -> Iterator[tuple[Variant, SweptCache | PressFailure]]:
         """Prefill under a press of kvpress."""
-        config = self._decoder.config
+        config = self._layout.decoder.config
         self.effort.prefills_alone += 1
         if self.budget == "equal":
             heads = config.num_key_value_heads
@@ -223,12 +221,12 @@ class ContextSweep:
         return replace(press, prompts=replace(prompts, prefix_length=self.context.prefix_length))
 
     def _swept(self, cache: Cache, seconds: dict[str, float], press: kvpress.BasePress | None) -> SweptCache:
-        heads = self._decoder.config.num_key_value_heads
+        heads = self._layout.num_kv_heads
         tokens = self.context.num_tokens
-        held = [reachable_columns(tokens, self._windows[index]) for index in self._evicted]
+        held = [reachable_columns(tokens, self._layout.windows[index]) for index in self._layout.evicted]
         total = heads * sum(held)
         protected = heads * sum(max(0, self._protected - (tokens - n)) for n in held)
-        seen = total if press is None else kept_pairs(self.model, cache, self._evicted)
+        seen = total if press is None else kept_pairs(self.model, cache, self._layout.evicted)
         nbytes = cache_nbytes(cache, masked_indices(self.model))
         theirs = not isinstance(press, KVzipPress | None)
         return SweptCache(cache, seen - protected, total - protected, nbytes, seconds, theirs)

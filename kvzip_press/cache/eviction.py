@@ -38,8 +38,8 @@ def _pack_layer(
 def evict(
     cache: Cache,
     keep: dict[int, torch.Tensor],
-    prefix_pairs: dict[int, list[int]],
-    context_pairs: dict[int, list[int]],
+    prefix_pairs: list[int],
+    context_pairs: list[int],
     windows: list[int | None],
     quantization: str | None = None,
     backend: str = "auto",
@@ -58,14 +58,12 @@ def evict(
     keep : dict[int, torch.Tensor]
         For each evicted layer, which of the last ``held`` pairs stay: boolean, shape (batch_size, num_kv_heads, held).
         Layers without an entry slide, and keep their last window.
-    prefix_pairs, context_pairs : dict[int, list[int]]
-        For each evicted layer and row: pairs kept outside the budget, and pairs that were subject to it.
+    prefix_pairs, context_pairs, backend
+        As of :class:`RaggedLayer`.
     windows : list[int | None]
         Sliding window of each layer.
     quantization : str, optional
         How the kept pairs of the evicted layers are stored: one of :data:`QUANTIZATIONS`, or as they are.
-    backend : str
-        Decode backend.
 
     Raises
     ------
@@ -89,8 +87,8 @@ def evict(
             keep[index].to(keys.device),
             quantization,
             context_length=context_length,
-            prefix_pairs=prefix_pairs[index],
-            context_pairs=context_pairs[index],
+            prefix_pairs=prefix_pairs,
+            context_pairs=context_pairs,
             window=window,
             backend=backend,
         )

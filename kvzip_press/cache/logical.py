@@ -27,12 +27,8 @@ class GrowingStates:
     """
     Keys and values of consecutive tokens in buffers that grow by doubling: no concatenation per decoded token.
 
-    Only the room after the first tokens doubles, so that a short answer does not double a window.
-
-    Parameters
-    ----------
-    keys, values : torch.Tensor
-        First tokens, shape (batch_size, num_kv_heads, n, head_dim); may be empty. Copied on the first growth.
+    Only the room after the first tokens (batch_size, num_kv_heads, n, head_dim), which may be none, doubles, so that a
+    short answer does not double a window. They are copied on the first growth.
     """
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -72,16 +68,12 @@ class GrowingStates:
         self._buffers = [buffer.to(device, non_blocking=True) for buffer in self._buffers]
 
     def truncate(self, length: int) -> None:
-        """Keep the first ``length`` tokens; down to those of the start, spare memory is released."""
+        """Keep the first ``length`` tokens; down to those of the start, and at 0, spare memory is released."""
         if length == 0:
             self._first_length = 0
         if length <= self._first_length < self._buffers[0].shape[2]:
             self._buffers = [_resized(buffer, self._first_length, self._first_length) for buffer in self._buffers]
         self.length = length
-
-    def clear(self) -> None:
-        """Forget everything and release the memory."""
-        self.truncate(0)
 
 
 class LogicalStates:
@@ -144,23 +136,14 @@ class LogicalLayer(CacheLayerMixin):
 
     Their length is logical: the number of tokens seen, kept or not. What comes after the context can be cropped, the
     context itself can't.
-
-    Attributes
-    ----------
-    batch_size, num_kv_heads, context_length : int
-        Rows, KV heads and logical length of the compressed context, padding included.
-    head_dims : tuple[int, int]
-        Head size of keys and of values.
-    window : int, optional
-        Sliding window in tokens.
     """
 
     is_compileable = False
     batch_size: int
     num_kv_heads: int
-    context_length: int
-    head_dims: tuple[int, int]
-    window: int | None
+    context_length: int  # Logical, padding included
+    head_dims: tuple[int, int]  # Of keys and of values
+    window: int | None  # Sliding window in tokens
     dtype: torch.dtype
     device: torch.device
     # The tokens after the context, behind what is held of the context itself in the same buffers
@@ -194,10 +177,7 @@ class LogicalLayer(CacheLayerMixin):
         """
         Keep the first ``max_length`` tokens (all but the last ``-max_length``, if negative).
 
-        Raises
-        ------
-        ValueError
-            If that would cut into the compressed context: evicted pairs can't be counted back.
+        What would cut into the compressed context is refused: evicted pairs can't be counted back.
         """
         if max_length < 0:
             max_length += self.get_seq_length()
@@ -211,19 +191,7 @@ class LogicalLayer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, cache_kwargs: dict[str, Any] | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """
-        Append the new tokens to the tail.
-
-        Returns
-        -------
-        tuple[torch.Tensor, torch.Tensor]
-            Keys and values that are held densely, the new ones last.
-
-        Raises
-        ------
-        ValueError
-            If the batch size is not the cache's.
-        """
+        """Append the new tokens to the tail, and return all that is held densely; another batch size is refused."""
         if key_states.shape[0] != self.batch_size:
             raise ValueError(
                 f"the compressed cache holds {self.batch_size} rows, the input has {key_states.shape[0]}; "
@@ -259,7 +227,7 @@ class LogicalLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         """Forget everything, context included."""
-        self._tail.clear()
+        self._tail.truncate(0)
         self._held_context = self.context_length = 0
 
     def _move(self, device: torch.device | str) -> None:

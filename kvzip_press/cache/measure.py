@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import Cache, PreTrainedModel
 
-from ..models import head_dim, language_model, layer_windows, reachable_columns
+from ..models import ModelLayout, reachable_columns
 from .ragged import RaggedLayer
 
 
@@ -50,9 +50,9 @@ def _parts(item: Any) -> Iterable[Any]:
 
 def plain_nbytes(model: PreTrainedModel, num_tokens: int) -> int:
     """Bytes of the plain cache of a context, as transformers holds it."""
-    held = sum(reachable_columns(num_tokens, window) for window in layer_windows(model))
-    heads = language_model(model).config.num_key_value_heads
-    return int(2 * held * heads * head_dim(model) * model.dtype.itemsize)
+    layout = ModelLayout.of(model)
+    held = sum(reachable_columns(num_tokens, window) for window in layout.windows)
+    return int(2 * held * layout.num_kv_heads * layout.head_dim * model.dtype.itemsize)
 
 
 def kept_fraction(cache: Cache) -> float:

@@ -21,36 +21,17 @@ class RaggedLayer(LogicalLayer):
 
     Its length is logical: the number of tokens seen, kept or not. Masks are sized for the tail alone, since every
     later token sees the whole kept context (but for its window, if it slides).
-
-    Parameters
-    ----------
-    packed_keys, packed_values : torch.Tensor, or QuantizedKeys and QuantizedValues
-        Kept pairs, shape (total, head_dim), in the order of (row, KV head, position).
-    segments : Segments
-        Where each of the batch_size * num_kv_heads (row, KV head) lies in them.
-    batch_size : int
-        Rows.
-    context_length : int
-        Logical length of the compressed context, padding included.
-    prefix_pairs, context_pairs : list[int]
-        For each row, pairs kept outside the budget, and pairs that were subject to it, before eviction.
-    positions : torch.Tensor, optional
-        Logical column of each kept pair, shape (total,); needed when ``window`` is set.
-    window : int, optional
-        Sliding window in tokens.
-    backend : str
-        Decode backend, see :data:`kvzip_press.kernels.api.BACKENDS`.
     """
 
-    packed_keys: PackedKeys
+    packed_keys: PackedKeys  # Of the kept pairs (total, head_dim), in the order of (row, KV head, position)
     packed_values: PackedValues
-    segments: Segments
+    segments: Segments  # Where each of the batch_size * num_kv_heads (row, KV head) lies in them
     _: KW_ONLY
     batch_size: int
-    context_length: int
-    prefix_pairs: list[int]
-    context_pairs: list[int]
-    positions: torch.Tensor | None = None
+    context_length: int  # Logical, padding included
+    prefix_pairs: list[int]  # For each row, pairs kept outside the budget
+    context_pairs: list[int]  # For each row, pairs that were subject to the budget, before eviction
+    positions: torch.Tensor | None = None  # Logical column of each kept pair (total,); needed when `window` is set
     window: int | None = None
     backend: str = "auto"
 

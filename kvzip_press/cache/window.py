@@ -14,14 +14,8 @@ class WindowLayer(LogicalLayer):
     Unlike transformers' sliding layer it can be cropped back to the end of the context, so that several questions can
     be asked of one context. transformers attends to it as usual, with a mask sized for what it holds.
 
-    Parameters
-    ----------
-    keys, values : torch.Tensor
-        The last columns of the context, shape (batch_size, num_kv_heads, n, head_dim).
-    context_length : int
-        Logical length of the context.
-    window : int
-        Sliding window in tokens: a token sees the last ``window`` tokens, itself included.
+    Keys and values (batch_size, num_kv_heads, n, head_dim) are the last columns of the context. A token sees the last
+    ``window`` tokens, itself included.
     """
 
     is_sliding = True

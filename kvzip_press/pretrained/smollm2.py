@@ -30,14 +30,9 @@ def cache_home() -> Path:
 
 def packaged_gguf() -> Path:
     """
-    Path of the packaged weights, a GGUF file.
+    Path of the packaged weights, a GGUF file; an ImportError says that they are not installed.
 
     The package is located without being imported: its own dependencies are not needed here and may be absent.
-
-    Raises
-    ------
-    ImportError
-        If the package is not installed or lacks the file.
     """
     spec = importlib.util.find_spec(PACKAGE)
     for folder in (spec.submodule_search_locations or []) if spec else []:

@@ -11,10 +11,10 @@ from __future__ import annotations
 import kvpress
 import pytest
 import torch
-from transformers import DynamicCache, pipeline
+from harness import context_of
+from transformers import pipeline
 
 from kvzip_press import KVzipPress
-from kvzip_press.compressor import PrefilledContext
 from kvzip_press.context import context_ids
 from kvzip_press.eval.presses.budget import kept_target, prefix_length, ratio_removing
 from kvzip_press.selection import Allowance
@@ -68,9 +68,7 @@ def test_scores_and_answers_equal_those_of_kvpress(smollm2, essay, num_tokens):
     assert int(keep.sum()) == pairs - removed
 
     press = KVzipPress(ratio=ratio, replay="full", chunk_size=2048, tokenizer=tokenizer)
-    cache = DynamicCache()
-    model.model(input_ids=ids, past_key_values=cache)
-    context = PrefilledContext(cache, ids, None, [0], [total])
+    context = context_of(model, ids)
     compressor = press.compressor(model)
     scores = compressor.score(context)[0]
     expected = theirs.seen_scores[:, 0, :, prefix:]
@@ -81,7 +79,7 @@ def test_scores_and_answers_equal_those_of_kvpress(smollm2, essay, num_tokens):
     assert ask(text, questions=QUESTIONS, press=same_pairs, max_new_tokens=16)["answers"] == their_answers
 
     compressor.evict(context, press.allowance(), level="pair", scores=[scores])
-    ours = torch.stack([layer.head_lengths[0] for layer in cache.layers])
+    ours = torch.stack([layer.head_lengths[0] for layer in context.cache.layers])
     # Scores agree to rounding, so at most a few pairs at the threshold differ
     assert (ours - keep.sum(-1)).abs().sum() <= 1e-3 * removed
     assert ask(text, questions=QUESTIONS, press=press, max_new_tokens=16)["answers"] == their_answers

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from dense_reference import dense_masked, keep_masks
+from harness import prefill
 from real.gemma3_270m import REMEDY, load_gemma3, missing_packages
 from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -30,10 +31,6 @@ FACT = "The secret number for Paris is 48213."
 QUESTION = "\n\nThe secret number for Paris is"
 ANSWER = "48213"
 TOLERANCE = dict(atol=1e-3, rtol=0)
-CACHES: dict[str, Callable[[PreTrainedModel], Cache]] = {
-    "plain": lambda model: DynamicCache(),
-    "config": lambda model: DynamicCache(config=model.config),
-}
 MakeCache = Callable[[PreTrainedModel], Cache]
 
 
@@ -51,9 +48,9 @@ def gemma() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     return load_gemma3()
 
 
-@pytest.fixture(params=list(CACHES))
+@pytest.fixture(params=["plain", "config"])
 def make_cache(request: pytest.FixtureRequest) -> MakeCache:
-    return CACHES[request.param]
+    return lambda model: DynamicCache(config=model.config if request.param == "config" else None)
 
 
 def essay_ids(tokenizer: PreTrainedTokenizerBase, essay: int, num_tokens: int, fact: str | None = None) -> torch.Tensor:
@@ -71,16 +68,6 @@ def essay_ids(tokenizer: PreTrainedTokenizerBase, essay: int, num_tokens: int, f
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> torch.Tensor:
     return torch.tensor([tokenizer.encode(text, add_special_tokens=False)])
-
-
-@torch.no_grad()
-def fill(model: PreTrainedModel, cache: Cache, ids: torch.Tensor, press: KVzipPress | None = None) -> Cache:
-    if press is None:
-        model.model(input_ids=ids, past_key_values=cache)
-        return cache
-    with press(model):
-        model.model(input_ids=ids, past_key_values=cache)
-    return cache
 
 
 @torch.no_grad()
@@ -126,11 +113,11 @@ def test_half_of_the_cache_keeps_the_answer(gemma, essay):
     ids, question = essay_ids(tokenizer, essay, NUM_TOKENS, FACT), encode(tokenizer, QUESTION)
     after_fact = ids.shape[1] - len(tokenizer.encode(tokenizer.decode(ids[0]).split(FACT)[0])) - 20
     assert after_fact > WINDOW
-    full = continuation(model, tokenizer, fill(model, DynamicCache(), ids), question)
+    full = continuation(model, tokenizer, prefill(model, ids), question)
     assert ANSWER in full
     press = KVzipPress(ratio=0.5, tokenizer=tokenizer)
-    assert continuation(model, tokenizer, fill(model, DynamicCache(), ids, press), question) == full
-    at_random = fill(model, DynamicCache(), ids, RandomPress(ratio=0.5, tokenizer=tokenizer))
+    assert continuation(model, tokenizer, prefill(model, ids, press), question) == full
+    at_random = prefill(model, ids, RandomPress(ratio=0.5, tokenizer=tokenizer))
     assert ANSWER not in continuation(model, tokenizer, at_random, question)
 
 
@@ -138,9 +125,9 @@ def test_only_the_global_layers_are_evicted(gemma, make_cache):
     model, tokenizer = gemma
     ids = essay_ids(tokenizer, 16, NUM_TOKENS)
     num_tokens, config = ids.shape[1], model.config
-    full_nbytes = cache_nbytes(fill(model, make_cache(model), ids))
+    full_nbytes = cache_nbytes(prefill(model, ids, cache=make_cache(model)))
     press = KVzipPress(ratio=0.3, tokenizer=tokenizer)
-    cache = fill(model, make_cache(model), ids, press)
+    cache = prefill(model, ids, press, make_cache(model))
     assert is_compressed(cache)
     kinds = {"full_attention": RaggedLayer, "sliding_attention": WindowLayer}
     assert [type(layer) for layer in cache.layers] == [kinds[layer_type] for layer_type in config.layer_types]
@@ -167,7 +154,7 @@ def test_a_question_leaves_no_more_than_the_context(gemma):
     """After question and answer are cropped away the cache is as small as before, sliding layers included."""
     model, tokenizer = gemma
     ids, question = essay_ids(tokenizer, 16, NUM_TOKENS), encode(tokenizer, QUESTION)
-    cache = fill(model, DynamicCache(), ids, KVzipPress(ratio=0.3, tokenizer=tokenizer))
+    cache = prefill(model, ids, KVzipPress(ratio=0.3, tokenizer=tokenizer))
     before = cache_nbytes(cache)
     first = continuation(model, tokenizer, cache, question)
     cache.crop(ids.shape[1])
@@ -178,21 +165,21 @@ def test_a_question_leaves_no_more_than_the_context(gemma):
 def test_ratio_one_equals_the_full_cache(gemma, make_cache):
     model, tokenizer = gemma
     ids, parts = essay_ids(tokenizer, 16, NUM_TOKENS), follow_ups(tokenizer)
-    compressed = fill(model, make_cache(model), ids, KVzipPress(ratio=1.0, tokenizer=tokenizer))
+    compressed = prefill(model, ids, KVzipPress(ratio=1.0, tokenizer=tokenizer), make_cache(model))
     assert is_compressed(compressed)
-    expected = logits_of(model, fill(model, DynamicCache(), ids), parts)
+    expected = logits_of(model, prefill(model, ids), parts)
     torch.testing.assert_close(logits_of(model, compressed, parts), expected, **TOLERANCE)
 
 
 def test_logits_equal_the_masked_dense_reference(gemma, make_cache):
     model, tokenizer = gemma
     ids, parts = essay_ids(tokenizer, 16, NUM_TOKENS), follow_ups(tokenizer)
-    compressed = fill(model, make_cache(model), ids, KVzipPress(ratio=0.4, tokenizer=tokenizer))
-    full = fill(model, DynamicCache(), ids)
+    compressed = prefill(model, ids, KVzipPress(ratio=0.4, tokenizer=tokenizer), make_cache(model))
+    full = prefill(model, ids)
     keep = keep_masks(full, compressed)
     assert sorted(keep) == GLOBAL_LAYERS
     with dense_masked(model, keep):
         expected = logits_of(model, full, parts)
     ours = logits_of(model, compressed, parts)
     torch.testing.assert_close(ours, expected, **TOLERANCE)
-    assert (ours - logits_of(model, fill(model, DynamicCache(), ids), parts)).abs().max() > 100 * TOLERANCE["atol"]
+    assert (ours - logits_of(model, prefill(model, ids), parts)).abs().max() > 100 * TOLERANCE["atol"]

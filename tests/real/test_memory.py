@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import gc
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache
+from harness import context_of
 
 from kvzip_press import KVzipPress, cache_nbytes
 from kvzip_press.cache.measure import plain_nbytes
-from kvzip_press.compressor import PrefilledContext
 from kvzip_press.context import context_ids
 from kvzip_press.kernels.memory import return_free_memory
 
@@ -32,11 +33,9 @@ def test_bytes_and_resident_memory_fall(smollm2, essay):
     ids = context_ids(tokenizer, essay(5000))
     press = KVzipPress(ratio=RATIO, tokenizer=tokenizer)
     compressor = press.compressor(model)
-    cache = DynamicCache()
-    model.model(input_ids=ids, past_key_values=cache)
-    full = cache_nbytes(cache)
+    context = context_of(model, ids)
+    full = cache_nbytes(context.cache)
     assert full == plain_nbytes(model, ids.shape[1])
-    context = PrefilledContext(cache, ids, None, [0], [ids.shape[1]])
     prefix = context.rows(compressor.prompts, press.n_sink)[0].protected
     scores = compressor.score(context)
     gc.collect()
@@ -44,7 +43,7 @@ def test_bytes_and_resident_memory_fall(smollm2, essay):
     before = resident_bytes()
     compressor.evict(context, press.allowance(), level=press.level, scores=scores)
     after = resident_bytes()
-    held = cache_nbytes(cache)
+    held = cache_nbytes(context.cache)
     assert held <= (RATIO + prefix / ids.shape[1] + 0.01) * full
     assert before - after >= 0.9 * (full - held)
 
@@ -56,24 +55,21 @@ def test_replay_adds_less_than_two_percent_to_the_peak(smollm2, essay):
     ids = context_ids(tokenizer, essay(5000))
     compressor = KVzipPress(ratio=RATIO, tokenizer=tokenizer).compressor(model)
 
-    def peak_of(work) -> int:
+    def peak_of(work) -> tuple[int, Any]:
         peak, done = [resident_bytes()], threading.Event()
 
         def watch() -> None:
             while not done.wait(0.003):
                 peak.append(resident_bytes())
 
-        watcher = threading.Thread(target=watch)
-        watcher.start()
-        try:
-            work()
-        finally:
-            done.set()
-            watcher.join()
-        return max(peak)
+        with ThreadPoolExecutor() as pool:
+            pool.submit(watch)
+            try:
+                result = work()
+            finally:
+                done.set()
+        return max(peak), result
 
-    cache = DynamicCache()
-    prefill_peak = peak_of(lambda: model.model(input_ids=ids, past_key_values=cache))
-    context = PrefilledContext(cache, ids, None, [0], [ids.shape[1]])
-    replay_peak = peak_of(lambda: compressor.score(context))
+    prefill_peak, context = peak_of(lambda: context_of(model, ids))
+    replay_peak, _ = peak_of(lambda: compressor.score(context))
     assert replay_peak <= 1.02 * prefill_peak
