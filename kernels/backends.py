@@ -158,12 +158,8 @@ def decode_module(
     """
     The module whose ``decode_attention`` runs such an input.
 
-    Raises
-    ------
-    ValueError
-        If there is no such backend, or the named one can't take such input.
-    ImportError
-        If what the named backend needs is not installed.
+    Raises ``ValueError`` if there is no such backend, or the named one can't take such input, and ``ImportError`` if
+    what the named one needs is not installed.
     """
     return _module("decode", backend, device, (query_dtype, packed_dtype), head_dim, quantized)
 

@@ -43,15 +43,9 @@ class ColumnScores(Protocol):
         """
         Take a block of rows into account, and return their softmax weights in the shape of ``logits``.
 
-        Parameters
-        ----------
-        logits : torch.Tensor
-            Contiguous, shape (members, rows, keys): scaled products of the queries from ``first_row`` on with all
-            columns up to the last row's own. Overwritten.
-        first_row : int
-            Index of the first query among the replayed tokens.
-        lse : torch.Tensor, optional
-            Receives the log-sum-exp of each row, contiguous, shape (members, rows).
+        ``logits``, contiguous [members, rows, keys], are scaled products of the queries from ``first_row`` on with all
+        columns up to the last row's own; they are overwritten. ``lse``, contiguous [members, rows], receives each row's
+        log-sum-exp.
         """
         ...
 
