@@ -12,15 +12,7 @@ import triton.language as tl
 
 from ..storage.quantization import KEY_BLOCK, PackedKeys, PackedValues, QuantizedKeys, QuantizedValues
 from ..storage.segments import Segments
-from ..triton_config import (
-    LaunchConfig,
-    architecture,
-    check_input,
-    kind_of,
-    launch,
-    launch_config,
-    multiprocessors,
-)
+from ..triton_config import LaunchConfig, architecture, check_input, kind_of, launch, launch_config, multiprocessors
 from .split_k import Split, work_list
 from .triton_plain import attend
 from .triton_quantized import attend_quantized

@@ -12,17 +12,7 @@ import triton.language as tl
 from ..options import ReplayOptions
 from ..triton_config import architecture, check_input, kind_of, launch, launch_config
 from .triton_scores import column_scores
-from .triton_tiles import (
-    LOG2_E,
-    block_dim,
-    kernel_shape,
-    load_rows,
-    of_head,
-    products,
-    softcapped,
-    strided,
-    whole_rows,
-)
+from .triton_tiles import LOG2_E, block_dim, kernel_shape, load_rows, of_head, products, softcapped, strided, whole_rows
 
 
 @triton.jit
