@@ -52,8 +52,8 @@ class Backend:
             place = {"cpu": "the CPU", "cuda": "CUDA GPUs"}[self.device]
             return f"runs on {place} only, got tensors on {device}"
         if not set(dtypes) <= set(self.dtypes):
-            names = ", ".join(map(_name, self.dtypes))
-            return f"takes {names}, got {' and '.join(map(_name, dict.fromkeys(dtypes)))}"
+            names = ", ".join(map(dtype_name, self.dtypes))
+            return f"takes {names}, got {' and '.join(map(dtype_name, dict.fromkeys(dtypes)))}"
         if quantized and not self.quantized:
             return "reads no quantised keys and values"
         if quantized and self.quantized_dims is not None and not self.quantized_dims(head_dim):
@@ -72,7 +72,8 @@ class Backend:
         return self.package is None or importlib.util.find_spec(self.package) is not None
 
 
-def _name(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
+    """Name without the module."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -107,7 +108,7 @@ def check_backend(backend: str) -> None:
 
 @lru_cache(maxsize=64)
 def _log_choice(choice: str, device: str, dtype: torch.dtype) -> None:
-    logger.debug("backend 'auto' chose %r for %s on %s", choice, _name(dtype), device)
+    logger.debug("backend 'auto' chose %r for %s on %s", choice, dtype_name(dtype), device)
 
 
 def _choose(device: torch.device, dtypes: tuple[torch.dtype, ...], head_dim: int, quantized: bool) -> str:
@@ -158,12 +159,8 @@ def decode_module(
     """
     The module whose ``decode_attention`` runs such an input.
 
-    Raises
-    ------
-    ValueError
-        If there is no such backend, or the named one can't take such input.
-    ImportError
-        If what the named backend needs is not installed.
+    Raises ``ValueError`` if there is no such backend, or the named one can't take such input, and ``ImportError`` if
+    what the named one needs is not installed.
     """
     return _module("decode", backend, device, (query_dtype, packed_dtype), head_dim, quantized)
 

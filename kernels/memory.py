@@ -31,11 +31,6 @@ class PeakMemory:
 
     On a GPU it is what PyTorch allocated; on a CPU the process's resident memory, whose high-water mark Linux can
     reset. Elsewhere each lap is None.
-
-    Parameters
-    ----------
-    device : torch.device
-        Where the work is done.
     """
 
     def __init__(self, device: torch.device) -> None:

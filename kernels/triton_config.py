@@ -102,20 +102,11 @@ def launch_configs() -> list[tuple[str, str, int, int, LaunchConfig]]:
 @lru_cache
 def launch_config(kernel: str, kind: str, head_dim: int, arch: int, num_rows: int = 1) -> LaunchConfig:
     """
-    The configuration of the table that serves an input.
+    The configuration for a kernel (``"decode"``, or of a replay ``"attention"`` or ``"scores"``) and an input.
 
-    Parameters
-    ----------
-    kernel : str
-        ``"decode"``, or of the replay ``"attention"`` or ``"scores"``.
-    kind : str
-        ``"float32"``, ``"16-bit"``, ``"int8"`` or ``"int4"``; see :func:`kind_of`.
-    head_dim : int
-        The larger head size of keys and values.
-    arch : int
-        One of :data:`ARCHITECTURES`.
-    num_rows : int
-        Query rows of a KV head that there are: the smallest tile that holds them is taken, or the largest tile.
+    ``kind`` is that of :func:`kind_of`, or ``"int8"`` or ``"int4"``; ``head_dim`` the larger head size of keys and
+    values; ``arch`` one of :data:`ARCHITECTURES`. The smallest tile that holds ``num_rows`` query rows is taken, or the
+    largest.
     """
     fitting = [
         (size, config)
@@ -137,10 +128,7 @@ def architecture(device: torch.device) -> int:
     """
     The member of :data:`ARCHITECTURES` whose column of the table serves ``device``.
 
-    Raises
-    ------
-    ValueError
-        If the GPU is older than compute capability 8.0, or not NVIDIA's.
+    Raises ``ValueError`` if the GPU is older than compute capability 8.0, or not NVIDIA's.
     """
     if INTERPRETED:
         return ARCHITECTURES[0]
@@ -173,14 +161,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
 
 
 def check_input(device: torch.device, dtypes: Iterable[torch.dtype], head_dim: int) -> None:
-    """
-    Refuse what no Triton kernel takes.
-
-    Raises
-    ------
-    ValueError
-        If the tensors are not on a GPU, or of a type or head size that the kernels don't have.
-    """
+    """Raise ``ValueError`` if tensors are not on a GPU, or of a type or head size that no Triton kernel has."""
     if not (INTERPRETED or device.type == "cuda"):
         raise ValueError(f"backend 'triton' takes tensors on a GPU, got {device}; use backend='auto' or 'torch'")
     for dtype in dtypes:

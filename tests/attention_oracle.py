@@ -43,8 +43,14 @@ def stored_numbers(packed: torch.Tensor | QuantizedKeys | QuantizedValues, lengt
     return numbers
 
 
-def expected_decode(query, key, value, lengths, softmax_scale, softcap=None, tail=None, tail_mask=None):
-    """Output and log-sum-exp in float64: one softmax for each query row over all keys that it sees."""
+def expected_decode(
+    query, key, value, lengths, softmax_scale, softcap=None, tail=None, tail_mask=None, dtype=torch.float64
+):
+    """
+    Output and log-sum-exp: one softmax for each query row over all keys that it sees.
+
+    The truth in float64; in 16 bits, products are rounded to these, and the softmax is in float32, as is usual.
+    """
     batch_size, num_heads, q_len, _ = query.shape
     num_kv_heads = len(lengths) // batch_size
     cu_seqlens = bounds(lengths)
@@ -64,9 +70,10 @@ def expected_decode(query, key, value, lengths, softmax_scale, softcap=None, tai
             values = torch.cat([values, tail[1][row, kv_head][seen].double()])
         if len(keys) == 0:
             continue
-        logits = keys @ query[row, head, step].double() * softmax_scale
+        logits = keys.to(dtype) @ query[row, head, step].to(dtype) * softmax_scale
         logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
-        out[row, head, step] = logits.softmax(0) @ values
+        logits = logits.to(torch.promote_types(dtype, torch.float32))
+        out[row, head, step] = (logits.softmax(0).to(dtype) @ values.to(dtype)).double()
         lse[row, head, step] = logits.logsumexp(0)
     return out, lse
 

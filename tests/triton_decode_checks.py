@@ -6,12 +6,11 @@ Run by ``test_triton_kernels.py`` in a process of its own, with ``TRITON_INTERPR
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 
 import pytest
 import torch
-from attention_oracle import randn
+from attention_oracle import bounds, expected_decode, randn
 
 from kvzip_press.kernels.decode import triton as triton_decode
 from kvzip_press.kernels.storage.quantization import QuantizedKeys, QuantizedValues, quantize_keys, quantize_values
@@ -59,31 +58,6 @@ def quantized(key, value, segments, key_bits, value_bits) -> tuple[QuantizedKeys
     return tuple(replace(codes, **{part: surrounded(getattr(codes, part)) for part in parts}) for codes in both)
 
 
-def by_head(query, key, value, segments, tail, tail_mask, scale, softcap, dtype):
-    """Output and log-sum-exp of every head, one at a time: the oracle in float64, what is usual in 16 bits."""
-    batch_size, num_heads, q_len, _ = query.shape
-    num_kv_heads = len(segments) // batch_size
-    mask = torch.ones(1, 1, 1, 1, dtype=torch.bool) if tail_mask is None else tail_mask
-    in_tail = mask.expand(batch_size, num_heads, q_len, 0 if tail is None else tail[0].shape[2])
-    outs, lses = [], []
-    for row, head in itertools.product(range(batch_size), range(num_heads)):
-        kv_head = head // (num_heads // num_kv_heads)
-        first, last = segments.bounds[row * num_kv_heads + kv_head :][:2]
-        keys, values = key[first:last], value[first:last]
-        if tail is not None:
-            keys, values = (torch.cat([a, b[row, kv_head]]) for a, b in zip((keys, values), tail, strict=True))
-        visible = torch.cat([torch.ones(q_len, last - first, dtype=torch.bool), in_tail[row, head]], dim=1)
-        logits = (query[row, head].to(dtype) @ keys.to(dtype).T) * scale
-        if softcap is not None:
-            logits = torch.tanh(logits / softcap) * softcap
-        logits = logits.to(torch.promote_types(dtype, torch.float32)).masked_fill(~visible, -torch.inf)
-        weights = logits.softmax(dim=-1).nan_to_num()  # a row that sees no key
-        outs.append(weights.to(dtype) @ values.to(dtype))
-        lses.append(logits.logsumexp(dim=-1))
-    shape = (batch_size, num_heads, q_len)
-    return torch.stack(outs).double().view(*shape, -1), torch.stack(lses).double().view(shape)
-
-
 def check(
     kind: str,
     lengths: list[int],
@@ -109,7 +83,7 @@ def check(
     of 16 bits whatever the query, twice that in bfloat16, from the same dequantised numbers.
     """
     value_dim = value_dim or head_dim
-    segments = Segments(torch.tensor([0, *itertools.accumulate(lengths)]))
+    segments = Segments(bounds(lengths))
     num_kv_heads = len(lengths) // batch_size
     dtype = torch.bfloat16 if kind in BITS else getattr(torch, kind)
     key = surrounded((randn(sum(lengths), head_dim, seed=1) * key_size).to(dtype))
@@ -135,14 +109,14 @@ def check(
         assert torch.equal(out, again) and torch.equal(lse, lse_again)
     assert out.dtype == lse.dtype == torch.float32
 
-    case = (query, key, value, segments, tail, mask, scale, softcap)
-    expected, expected_lse = by_head(*case, torch.float64)
+    case = (query, key, value, lengths, scale, softcap, tail, mask)
+    expected, expected_lse = expected_decode(*case)
     assert out.shape == expected.shape and lse.shape == expected_lse.shape
     seen = expected_lse > -torch.inf
     assert (lse[~seen] == -torch.inf).all() and (out[~seen] == 0).all()
     bound = lse_bound = 3e-6
     if dtype != torch.float32:
-        usual, usual_lse = by_head(*case, dtype)
+        usual, usual_lse = expected_decode(*case, dtype)
         bound += 2 * float((usual - expected).abs().max())
         lse_bound += 2 * float((usual_lse - expected_lse)[seen].abs().max()) if seen.any() else 0.0
     torch.testing.assert_close(out.double(), expected, atol=bound, rtol=0)
@@ -251,7 +225,7 @@ def test_queries_and_pairs_of_any_stride():
     key, value = (randn(16, 20, seed=seed).T for seed in (1, 2))
     query = randn(1, 2, 16, 1, seed=3).transpose(2, 3)
     out, lse = triton_decode.decode_attention(query, key, value, segments, softmax_scale=0.25)
-    expected, expected_lse = by_head(query, key, value, segments, None, None, 0.25, None, torch.float64)
+    expected, expected_lse = expected_decode(query, key, value, [20], 0.25)
     torch.testing.assert_close(out.double(), expected, atol=3e-6, rtol=0)
     torch.testing.assert_close(lse.double(), expected_lse, atol=3e-6, rtol=0)
 

@@ -10,6 +10,8 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from ..backends import dtype_name
+
 KEPT, _LEAST, _GREATEST = 0.3, 0.05, 0.6  # fractions of a context
 LSE = "log-sum-exp"
 # What is compared with: the specification in float64; on a GPU, since that takes long, the torch form in float32
@@ -101,11 +103,6 @@ def require_memory(case: Case, nbytes: int) -> None:
         free = next((1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")), nbytes)
     if nbytes > free:
         raise torch.OutOfMemoryError(f"needs about {nbytes / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free")
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Name without the module."""
-    return str(dtype).removeprefix("torch.")
 
 
 def randn(shape: Sequence[int], dtype: torch.dtype, device: torch.device, seed: int) -> torch.Tensor:

@@ -8,9 +8,10 @@ import torch
 from tqdm import tqdm
 
 from ..api import ReplayOptions, decode_attention, replay_attention
+from ..backends import dtype_name
 from ..storage.quantization import quantize_keys, quantize_values
 from ..storage.segments import Segments
-from .case import LSE, Shape, dtype_name, randn
+from .case import LSE, Shape, randn
 from .measure import verify
 from .scores import States, replay_states
 

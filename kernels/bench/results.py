@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..backends import dtype_name
 from ..provenance import device_name, installed_version, package_commit
-from .case import Case, Comparison, Variant, dtype_name
+from .case import Case, Comparison, Variant
 from .decode import COPY, KEPT_KERNEL, READ, ROW
 
 COLUMNS = (

@@ -8,7 +8,7 @@ left, and whoever finishes the last one merges: which thread did what changes no
 from __future__ import annotations
 
 from ctypes import sizeof
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import accumulate
 
 import numpy as np
@@ -47,31 +47,36 @@ class _Cuts:
         self.addresses = (segments.cu_seqlens.data_ptr(), self._table.ctypes.data, self._offsets.ctypes.data)
 
 
-def _stored(packed: PackedKeys | PackedValues) -> torch.Tensor:
-    """The rows that are read: numbers or codes."""
+# Records are filled where they lie: to make one and copy it costs more than its fields do. What they point to, which
+# may be a copy, is returned to be kept alive
+def _fill_packed(record: Packed, packed: PackedKeys | PackedValues) -> torch.Tensor:
     if isinstance(packed, torch.Tensor):
-        return packed if packed.stride(1) == 1 else packed.contiguous()
-    return packed.codes
+        stored = packed if packed.stride(1) == 1 else packed.contiguous()
+        record.kind = _KINDS[packed.dtype]
+    else:
+        stored = packed.codes
+        record.kind = BYTES if packed.bits == 8 else HALF_BYTES
+        record.scale, record.minimum = packed.scale.data_ptr(), packed.minimum.data_ptr()
+    record.address, record.step = stored.data_ptr(), stored.stride(0) * stored.itemsize
+    return stored
 
 
-def _packed(packed: PackedKeys | PackedValues, stored: torch.Tensor) -> Packed:
-    address, step = stored.data_ptr(), stored.stride(0) * stored.itemsize
-    if isinstance(packed, torch.Tensor):
-        return Packed(address, step, _KINDS[packed.dtype])
-    kind = BYTES if packed.bits == 8 else HALF_BYTES
-    return Packed(address, step, kind, packed.scale.data_ptr(), packed.minimum.data_ptr())
-
-
-def _tail(part: torch.Tensor) -> Dense:
-    row, head, token, _ = (step * part.itemsize for step in part.stride())
-    return Dense(part.data_ptr(), row, head, 0, token)
+def _fill_tail(record: Dense, part: torch.Tensor) -> torch.Tensor:
+    part = part if part.stride(3) == 1 else part.contiguous()
+    itemsize, (row, head, token, _) = part.itemsize, part.stride()
+    record.address, record.row, record.head = part.data_ptr(), row * itemsize, head * itemsize
+    record.token = token * itemsize
+    return part
 
 
 @lru_cache(maxsize=64)
-def _scratch(key_row: int, value_row: int, groups: int) -> tuple[Scratch, int]:
-    """Where the arrays lie in a thread's working memory, and its size."""
-    *places, size = accumulate(scratch_sizes(key_row, value_row, groups).values(), initial=sizeof(Scratch))
-    return Scratch(*places), size
+def _job_of(key_dim: int, value_dim: int, groups: int) -> Job:
+    """What a job says of sizes alone; to be copied."""
+    key_row, value_row = row_bytes(key_dim), row_bytes(value_dim)
+    job = Job(key_dim=key_dim, value_dim=value_dim, value_groups=groups, key_row=key_row, value_row=value_row)
+    *places, job.scratch_size = accumulate(scratch_sizes(key_row, value_row, groups).values(), initial=sizeof(Scratch))
+    job.places = Scratch(*places)
+    return job
 
 
 def decode_attention(
@@ -98,41 +103,40 @@ def decode_attention(
     threads = torch.get_num_threads()
     pieces = -(-threads * _ITEMS_PER_THREAD // row_blocks)
     cuts = segments.derived(("cpu", pieces), lambda: _Cuts(segments, pieces))
-    query, keys, values = query.contiguous(), _stored(packed_key), _stored(packed_value)
+    groups = packed_value.scale.shape[1] if isinstance(packed_value, QuantizedValues) else 1
 
-    job = Job(segments=num_segments, num_kv_heads=num_segments // batch_size, rows=rows, q_len=q_len)
-    job.key_dim, job.value_dim, job.value_groups = key_dim, value_dim, 1
-    job.key_row, job.value_row = row_bytes(key_dim), row_bytes(value_dim)
+    job = Job.from_buffer_copy(_job_of(key_dim, value_dim, groups))
+    job.segments, job.num_kv_heads, job.rows, job.q_len = num_segments, num_segments // batch_size, rows, q_len
     job.scale, job.softcap = softmax_scale, softcap or 0.0
     job.bounds, job.cuts, job.cut_offsets = cuts.addresses
-    job.query = Packed(query.data_ptr(), key_dim * query.itemsize, _KINDS[query.dtype])
-    job.key, job.value = _packed(packed_key, keys), _packed(packed_value, values)
+    query = query.contiguous()
+    queries = job.query
+    queries.address, queries.step, queries.kind = query.data_ptr(), key_dim * query.itemsize, _KINDS[query.dtype]
+    alive = [_fill_packed(job.key, packed_key), _fill_packed(job.value, packed_value)]
     if isinstance(packed_key, QuantizedKeys):
         job.key_blocks = packed_key.block_offsets.data_ptr()
-    if isinstance(packed_value, QuantizedValues):
-        job.value_groups = packed_value.scale.shape[1]
+    stretches = job.context_stretches = cuts.count
     if tail is not None and tail[0].shape[2] > 0:
-        tail_key, tail_value = (part if part.stride(3) == 1 else part.contiguous() for part in tail)
-        length = job.tail_length = tail_key.shape[2]
-        job.tail_kind = _KINDS[tail_key.dtype]
-        job.tail_key, job.tail_value = _tail(tail_key), _tail(tail_value)
-        job.tail_stretch_length = _TAIL_STRETCH_LENGTH if row_blocks < threads else length
-        job.tail_stretches = -(-length // job.tail_stretch_length)
+        alive += [_fill_tail(job.tail_key, tail[0]), _fill_tail(job.tail_value, tail[1])]
+        length = job.tail_length = tail[0].shape[2]
+        job.tail_kind = _KINDS[tail[0].dtype]
+        stretch = job.tail_stretch_length = _TAIL_STRETCH_LENGTH if row_blocks < threads else length
+        job.tail_stretches = -(-length // stretch)
+        stretches += num_segments * job.tail_stretches
         if tail_mask is not None:
             visible = tail_mask.expand(batch_size, num_heads, q_len, length)
-            job.mask = Dense(visible.data_ptr(), *visible.stride())
-    job.context_stretches = cuts.count
-    job.stretches = cuts.count + num_segments * job.tail_stretches
-    empty = partial(torch.empty, dtype=torch.float32, device=query.device)
-    out, lse = empty(batch_size, num_heads, q_len, value_dim), empty(batch_size, num_heads, q_len)
-    if job.stretches == 0:
+            mask = job.mask
+            mask.address, (mask.row, mask.head, mask.query, mask.token) = visible.data_ptr(), visible.stride()
+    job.stretches = stretches
+    out = query.new_empty(batch_size, num_heads, q_len, value_dim, dtype=torch.float32)
+    lse = out.new_empty(batch_size, num_heads, q_len)
+    if stretches == 0:
         return out.zero_(), lse.fill_(-torch.inf)
-    job.counters.items = job.stretches * row_blocks
-    threads = min(threads, job.counters.items)
-    part_bytes = job.stretches * rows * job.value_row
-    job.places, job.scratch_size = _scratch(job.key_row, job.value_row, job.value_groups)
-    memory = empty((part_bytes + threads * job.scratch_size) // 4)
-    job.parts, job.scratch = memory.data_ptr(), memory.data_ptr() + part_bytes
-    job.out, job.lse = out.data_ptr(), lse.data_ptr()
+    items = job.counters.items = stretches * row_blocks
+    threads = min(threads, items)
+    part_bytes = stretches * rows * job.value_row
+    memory = out.new_empty((part_bytes + threads * job.scratch_size) // 4)
+    job.parts, job.out, job.lse = memory.data_ptr(), out.data_ptr(), lse.data_ptr()
+    job.scratch = job.parts + part_bytes
     run_on_threads(decode_worker, job, threads)
     return out, lse

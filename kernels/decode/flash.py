@@ -29,12 +29,8 @@ def decode_attention(
     """
     Bfloat16 and float16 on CUDA GPUs. See :func:`kvzip_press.kernels.api.decode_attention`.
 
-    flash-attn rounds its output to the type of the query; the tail is computed apart and merged in float32.
-
-    Raises
-    ------
-    ValueError
-        If query, keys and values differ in type or head size.
+    flash-attn rounds its output to the type of the query; the tail is computed apart and merged in float32. Raises
+    ``ValueError`` if query, keys and values differ in type or head size.
     """
     if query.dtype != packed_key.dtype or packed_value.shape[-1] != packed_key.shape[-1]:
         raise ValueError(

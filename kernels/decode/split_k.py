@@ -53,20 +53,11 @@ class Split:
 
 def work_list(segments: Segments, device: torch.device, *, step: int, limit: int, min_length: int) -> WorkList:
     """
-    Cut ``segments`` into items; made at the first call with these arguments and kept as long as ``segments``.
+    Cut ``segments`` into items on ``device``; made at the first call with these arguments, kept as long as they.
 
-    Parameters
-    ----------
-    segments : Segments
-        What to cut.
-    device : torch.device
-        Where the list is read.
-    step : int
-        Items start at multiples of this from the start of their segment; a multiple of ``KEY_BLOCK``.
-    limit : int
-        Number of items not to exceed, unless more segments than that hold pairs.
-    min_length : int
-        Items are not made shorter than this, except for what a segment leaves.
+    Items start at multiples of ``step``, a multiple of ``KEY_BLOCK``, from the start of their segment. There are at
+    most ``limit``, unless more segments than that hold pairs, and none is made shorter than ``min_length``, except for
+    what a segment leaves.
     """
 
     def make() -> WorkList:

@@ -29,26 +29,12 @@ def dense_attention(
     mask: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    Attention over dense keys, with its log-sum-exp.
+    Attention over dense keys, with its log-sum-exp; options as in :func:`kvzip_press.kernels.api.decode_attention`.
 
-    Parameters
-    ----------
-    query : torch.Tensor
-        Shape (batch_size, num_heads, q_len, head_dim).
-    key, value : torch.Tensor
-        Shape (batch_size, num_kv_heads, kv_len, head_dim); each is shared by ``num_heads // num_kv_heads`` heads.
-    softmax_scale : float
-        Factor of the logits.
-    softcap : float, optional
-        ``softcap * tanh(logits / softcap)`` replaces the logits.
-    mask : torch.Tensor, optional
-        Boolean, True where a key is visible, broadcastable to (batch_size, num_heads, q_len, kv_len).
-
-    Returns
-    -------
-    tuple[torch.Tensor, torch.Tensor]
-        Output (batch_size, num_heads, q_len, head_dim) and log-sum-exp (batch_size, num_heads, q_len), in float32
-        (float64 for float64 input). A row that sees no key has output 0 and log-sum-exp ``-inf``.
+    ``query`` is [batch_size, num_heads, q_len, head_dim]; ``key`` and ``value``, [batch_size, num_kv_heads, kv_len,
+    head_dim], are each shared by ``num_heads // num_kv_heads`` heads; ``mask`` is True where a key is visible,
+    broadcastable to [batch_size, num_heads, q_len, kv_len]. Output and log-sum-exp, [batch_size, num_heads, q_len], are
+    in float32 (float64 for float64 input). A row that sees no key has output 0 and log-sum-exp ``-inf``.
     """
     batch_size, num_heads, q_len, head_dim = query.shape
     num_kv_heads, kv_len = key.shape[1:3]

@@ -12,15 +12,7 @@ import triton.language as tl
 
 from ..storage.quantization import KEY_BLOCK, PackedKeys, PackedValues, QuantizedKeys, QuantizedValues
 from ..storage.segments import Segments
-from ..triton_config import (
-    LaunchConfig,
-    architecture,
-    check_input,
-    kind_of,
-    launch,
-    launch_config,
-    multiprocessors,
-)
+from ..triton_config import LaunchConfig, architecture, check_input, kind_of, launch, launch_config, multiprocessors
 from .split_k import Split, work_list
 from .triton_plain import attend
 from .triton_quantized import attend_quantized
@@ -101,38 +93,10 @@ def decode_attention(
     tail_mask: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    Attention over a ragged context that all queries see, and over the dense tail after it.
+    Float32, bfloat16, float16 and quantised pairs on a GPU. See :func:`kvzip_press.kernels.api.decode_attention`.
 
-    Never waits for the GPU, except at the first call with ``segments``, whose work list is copied there.
-
-    Parameters
-    ----------
-    query : torch.Tensor
-        Shape (batch_size, num_heads, q_len, head_dim), float32, bfloat16 or float16, any strides.
-    packed_key, packed_value : torch.Tensor, or QuantizedKeys and QuantizedValues
-        Shape (total, head_dim) and (total, value_dim), of these types, or quantised.
-    segments : Segments
-        Bounds of the (row, KV head) segments.
-    softmax_scale : float
-        Factor of the logits.
-    softcap : float, optional
-        ``softcap * tanh(logits / softcap)`` replaces the logits.
-    tail : tuple[torch.Tensor, torch.Tensor], optional
-        Keys and values after the context, shape (batch_size, num_kv_heads, tail_len, head_dim), in the type of the
-        packed ones.
-    tail_mask : torch.Tensor, optional
-        Boolean, True where a tail key is visible, broadcastable to (batch_size, num_heads, q_len, tail_len).
-
-    Returns
-    -------
-    tuple[torch.Tensor, torch.Tensor]
-        Output (batch_size, num_heads, q_len, value_dim) and log-sum-exp of the scaled logits (batch_size, num_heads,
-        q_len), float32. A query that sees no key has output 0 and log-sum-exp ``-inf``.
-
-    Raises
-    ------
-    ValueError
-        If a tensor is not on a GPU, or of a type or head size that the kernels don't have.
+    Never waits for the GPU, except at the first call with ``segments``, whose work list is copied there. Raises
+    ``ValueError`` if a tensor is not on a GPU, or of a type or head size that the kernels don't have.
     """
     head_dim, value_dim = query.shape[-1], packed_value.shape[-1]
     wide = max(head_dim, value_dim)

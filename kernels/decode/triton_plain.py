@@ -175,25 +175,10 @@ def attend(
     """
     Attention of each item over its own keys alone, written to the partial results of ``split``.
 
-    Items of the packed tensors and of the tail take one launch, or two where the tail has a mask: then this is called
-    once for each.
-
-    Parameters
-    ----------
-    query : torch.Tensor
-        Shape (batch_size, num_heads, q_len, head_dim). Products are computed in the type that its own and the keys'
-        promote to. Like all tensors here, with a last stride of 1.
-    packed : tuple[torch.Tensor, torch.Tensor], optional
-        Keys and values of the items of ``split.work``, shape (total, head_dim); None leaves these items out.
-    tail : tuple[torch.Tensor, torch.Tensor], optional
-        Keys and values of the further items, shape (batch_size, num_kv_heads, tail_len, head_dim), in the type of
-        ``packed``; None leaves these items out.
-    tail_mask : torch.Tensor, optional
-        Boolean, shape (batch_size, num_heads, q_len, tail_len): True where a tail key is visible. Not with ``packed``.
-    split : Split
-        The items.
-    config : LaunchConfig
-        The launch.
+    Items of ``packed``, [total, head_dim], and of ``tail``, [batch_size, num_kv_heads, tail_len, head_dim], take one
+    launch; None leaves these items out. A ``tail_mask``, [batch_size, num_heads, q_len, tail_len], goes with the tail
+    alone: then this is called once for each. Products are computed in the type that those of ``query``, [batch_size,
+    num_heads, q_len, head_dim], and of the keys promote to. All tensors have a last stride of 1.
     """
     first_item = 0 if packed else len(split.work)
     last_item = len(split.partial) if tail else len(split.work)

@@ -271,21 +271,8 @@ def attend_quantized(
     """
     Attention of each item of the packed tensors over its own keys alone, written to the partial results of ``split``.
 
-    Parameters
-    ----------
-    query : torch.Tensor
-        Shape (batch_size, num_heads, q_len, head_dim), unit last stride.
-    key, value : QuantizedKeys, QuantizedValues
-        Codes of ``split.work``'s segments.
-    split : Split
-        The items.
-    config : LaunchConfig
-        The launch.
-
-    Raises
-    ------
-    ValueError
-        If a head size does not divide into units or groups.
+    ``query`` is [batch_size, num_heads, q_len, head_dim], its last stride 1. Raises ``ValueError`` if a head size does
+    not divide into units or groups.
     """
     groups = value.scale.shape[1]
     for codes in (key, value):

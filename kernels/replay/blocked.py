@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -29,35 +28,33 @@ class Columns:
     device: torch.device
 
 
-class ColumnScores(Protocol):
-    """Scores of the columns, gathered over blocks of rows."""
+class ColumnScores:
+    """Scores of the columns, gathered over blocks of rows; those of ``splits`` shares of each head's rows apart."""
 
-    def __init__(self, columns: Columns) -> None: ...
+    def __init__(self, columns: Columns, splits: int = 1) -> None:
+        self._columns = columns
+        fill = -torch.inf if columns.reduction == "logit" else 0.0
+        shape = (columns.members, splits, columns.first_own - columns.anchor)
+        self._scores = torch.full(shape, fill, dtype=columns.dtype, device=columns.device)
 
     @staticmethod
     def block_elements(device: torch.device) -> int:
         """Logits of a block of rows."""
-        ...
+        raise NotImplementedError
 
     def visit(self, logits: torch.Tensor, first_row: int, lse: torch.Tensor | None) -> torch.Tensor:
         """
         Take a block of rows into account, and return their softmax weights in the shape of ``logits``.
 
-        Parameters
-        ----------
-        logits : torch.Tensor
-            Contiguous, shape (members, rows, keys): scaled products of the queries from ``first_row`` on with all
-            columns up to the last row's own. Overwritten.
-        first_row : int
-            Index of the first query among the replayed tokens.
-        lse : torch.Tensor, optional
-            Receives the log-sum-exp of each row, contiguous, shape (members, rows).
+        ``logits``, contiguous [members, rows, keys], are scaled products of the queries from ``first_row`` on with all
+        columns up to the last row's own; they are overwritten. ``lse``, contiguous [members, rows], receives each
+        row's log-sum-exp.
         """
-        ...
+        raise NotImplementedError
 
     def result(self) -> torch.Tensor:
         """Scores of each query head, shape (members, columns)."""
-        ...
+        return self._scores.amax(dim=1) if self._columns.reduction in ("max", "logit") else self._scores.sum(dim=1)
 
 
 def replay_attention(

@@ -11,7 +11,7 @@ from ..options import REDUCTIONS
 from ..simd.rows import add_onto, add_squares_onto, cap, fill, multiply, peak_of, raise_maxima, take_exponentials
 from ..simd.threads import Counters, finish_item, integers, record_at, run_on_threads, take_item, worker
 from ..simd.vectors import compiled, load_float, load_int, store_float
-from .blocked import Columns
+from .blocked import Columns, ColumnScores
 
 _MAX, _SUM_OF_SQUARES, _SUM, _LOGIT = map(REDUCTIONS.index, ("max", "sum_of_squares", "sum", "logit"))
 # Logits of a block: larger ones fall out of the caches, smaller ones make thin products
@@ -88,15 +88,12 @@ def cpu_softmax(address):  # type: ignore[no-untyped-def]
 _row_worker = worker(cpu_softmax)
 
 
-class CpuColumnScores:
-    """See :class:`kvzip_press.kernels.replay.blocked.ColumnScores`; float32, weights take the place of the logits."""
+class CpuColumnScores(ColumnScores):
+    """Float32; weights take the place of the logits."""
 
     def __init__(self, columns: Columns) -> None:
-        self._columns = columns
         splits = -(-_MIN_ITEMS // columns.members)
-        fill = -torch.inf if columns.reduction == "logit" else 0.0
-        shape = (columns.members, splits, columns.first_own - columns.anchor)
-        self._scores = torch.full(shape, fill, dtype=torch.float32, device=columns.device)
+        super().__init__(columns, splits)
         job = self._job = Job(anchor=columns.anchor, first_own=columns.first_own, softcap=columns.softcap or 0.0)
         job.counters.items, job.splits, job.scores = columns.members * splits, splits, self._scores.data_ptr()
         job.reduction = REDUCTIONS.index(columns.reduction)
@@ -118,9 +115,3 @@ class CpuColumnScores:
         job.lse = 0 if lse is None else lse.data_ptr()
         run_on_threads(_row_worker, job, min(torch.get_num_threads(), job.counters.items))
         return logits
-
-    def result(self) -> torch.Tensor:
-        """Scores of each query head, shape (members, columns), float32."""
-        if self._columns.reduction in ("max", "logit"):
-            return self._scores.amax(dim=1)
-        return self._scores.sum(dim=1)

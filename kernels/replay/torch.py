@@ -7,20 +7,17 @@ from functools import partial
 import torch
 
 from . import blocked
-from .blocked import Columns
+from .blocked import Columns, ColumnScores
 
 # Larger blocks gain little, smaller ones lose parallel work
 _BLOCK_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 24}
 
 
-class TorchColumnScores:
-    """See :class:`kvzip_press.kernels.replay.blocked.ColumnScores`."""
+class TorchColumnScores(ColumnScores):
+    """Softmax and reduction in torch."""
 
     def __init__(self, columns: Columns) -> None:
-        self._columns = columns
-        fill = -torch.inf if columns.reduction == "logit" else 0.0
-        shape = (columns.members, columns.first_own - columns.anchor)
-        self._scores = torch.full(shape, fill, dtype=columns.dtype, device=columns.device)
+        super().__init__(columns)
         self._buffer = torch.empty(0, dtype=columns.dtype, device=columns.device)
 
     @staticmethod
@@ -30,7 +27,7 @@ class TorchColumnScores:
 
     def visit(self, logits: torch.Tensor, first_row: int, lse: torch.Tensor | None) -> torch.Tensor:
         """Take a block of rows into account."""
-        columns = self._columns
+        columns, scores = self._columns, self._scores[:, 0]
         rows, keys = logits.shape[1:]
         if columns.softcap is not None:
             logits.div_(columns.softcap).tanh_().mul_(columns.softcap)
@@ -49,16 +46,12 @@ class TorchColumnScores:
             factor = columns.row_weight[:, first_row : first_row + rows]
             scored = scored * factor.repeat_interleave(columns.members // len(factor), dim=0).unsqueeze(-1)
         if columns.reduction in ("max", "logit"):
-            torch.maximum(self._scores, scored.amax(dim=1), out=self._scores)
+            torch.maximum(scores, scored.amax(dim=1), out=scores)
         elif columns.reduction == "sum_of_squares":
-            self._scores += torch.einsum("mrc,mrc->mc", scored, scored)
+            scores += torch.einsum("mrc,mrc->mc", scored, scored)
         else:
-            self._scores += scored.sum(dim=1)
+            scores += scored.sum(dim=1)
         return weights
-
-    def result(self) -> torch.Tensor:
-        """Scores of each query head, shape (members, columns)."""
-        return self._scores
 
 
 replay_attention = partial(blocked.replay_attention, TorchColumnScores)

@@ -12,17 +12,7 @@ import triton.language as tl
 from ..options import ReplayOptions
 from ..triton_config import architecture, check_input, kind_of, launch, launch_config
 from .triton_scores import column_scores
-from .triton_tiles import (
-    LOG2_E,
-    block_dim,
-    kernel_shape,
-    load_rows,
-    of_head,
-    products,
-    softcapped,
-    strided,
-    whole_rows,
-)
+from .triton_tiles import LOG2_E, block_dim, kernel_shape, load_rows, of_head, products, softcapped, strided, whole_rows
 
 
 @triton.jit
@@ -209,32 +199,12 @@ def replay_attention(
     options: ReplayOptions,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    Attention of replayed tokens, and the score each context pair of the chunk gets from it.
+    See :func:`kvzip_press.kernels.api.replay_attention`; with ``"max"``, a row of negative weight counts as one of 0.
 
     One kernel computes the output and each row's log-sum-exp over the columns of the score, a second one computes the
     chunk's logits again and reduces them by columns. Nothing grows as rows x columns and the host waits for nothing.
-
-    Parameters
-    ----------
-    query : torch.Tensor
-        Shape (batch_size, num_heads, q_len, head_dim), float32, bfloat16 or float16. Like all of the five, with any
-        strides but a last one of 1.
-    own_key, own_value : torch.Tensor
-        Keys and values of the replayed tokens, shape (batch_size, num_kv_heads, q_len, head_dim or value_dim).
-    context_key, context_value : torch.Tensor
-        The cached context, shape (batch_size, num_kv_heads, context_len, head_dim or value_dim).
-    options : ReplayOptions
-        Columns, masks, and the reduction. With ``"max"``, a row of negative weight counts as one of weight 0.
-
-    Returns
-    -------
-    tuple[torch.Tensor, torch.Tensor]
-        Output (batch_size, num_heads, q_len, value_dim) and scores (batch_size, num_kv_heads, end - start), float32.
-
-    Raises
-    ------
-    ValueError
-        If the kernels can't take the device, the dtypes, the head sizes, the strides or the scale.
+    Tensors may have any strides but a last one of 1. Raises ``ValueError`` if the kernels can't take the device, the
+    dtypes, the head sizes, the strides or the scale.
     """
     _check(options.softmax_scale, query, own_key, own_value, context_key, context_value)
     batch_size, num_heads, q_len, head_dim = query.shape

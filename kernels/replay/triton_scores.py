@@ -182,22 +182,9 @@ def column_scores(
     """
     Reduce the weights (or logits) that replayed tokens give to the columns of the chunk.
 
-    Parameters
-    ----------
-    query : torch.Tensor
-        Shape (batch_size, num_heads, q_len, head_dim).
-    context_key : torch.Tensor
-        Shape (batch_size, num_kv_heads, context_len, head_dim).
-    lse : torch.Tensor
-        Log-sum-exp of each row's scaled logits in base 2, float32, shape (batch_size * num_kv_heads, q_len, group);
-        ``"logit"`` doesn't read it.
-    options : ReplayOptions
-        See :func:`kvzip_press.kernels.replay.triton.replay_attention`.
-
-    Returns
-    -------
-    torch.Tensor
-        float32, shape (batch_size, num_kv_heads, end - start).
+    ``query`` and ``context_key`` are those of the replay; ``lse``, float32 [batch_size * num_kv_heads, q_len, group],
+    is the log-sum-exp of each row's scaled logits in base 2, which ``"logit"`` doesn't read. Returns float32
+    [batch_size, num_kv_heads, end - start].
     """
     batch_size, num_heads, q_len, head_dim = query.shape
     num_kv_heads, context_len = context_key.shape[1:3]

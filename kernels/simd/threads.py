@@ -111,19 +111,9 @@ def run_on_threads(compiled_worker: Any, job: Any, threads: int) -> None:
     """
     Run a :func:`worker` on ``threads`` threads, this one included, and wait for all.
 
-    Parameters
-    ----------
-    compiled_worker : callable
-        What :func:`worker` made; it is given the job's address.
-    job : ctypes.Structure
-        Its first field is ``counters``, a :class:`Counters` with ``items`` set.
-    threads : int
-        How many may run; fewer may, so each takes items, by :func:`take_item`, until none is left.
-
-    Raises
-    ------
-    RuntimeError
-        If an item was not done: compiled code raised in it, which the interpreter prints where it can't hand it on.
+    It is given the address of ``job``, a record whose first field is ``counters``, with ``items`` set. Fewer threads
+    may run, so each takes items, by :func:`take_item`, until none is left. Raises ``RuntimeError`` if an item was not
+    done: compiled code raised in it, which the interpreter prints where it can't hand it on.
     """
     counters, address = job.counters, ctypes.addressof(job)
     counters.started = counters.taken = counters.attended = counters.done = 0

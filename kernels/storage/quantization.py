@@ -73,17 +73,10 @@ class QuantizedKeys(_Codes):
     """
     Packed keys with one scale a channel and block of :data:`KEY_BLOCK` tokens; blocks start anew in each segment.
 
-    Parameters
-    ----------
-    codes, bits, head_dim, dtype
-        See :class:`_Codes`.
-    scale, minimum : torch.Tensor
-        float16, shape (num_blocks, head_dim).
-    cu_seqlens : torch.Tensor
-        Bounds of the segments they were quantised in, shape (num_segments + 1,), int64, on the CPU.
+    ``scale`` and ``minimum`` are [num_blocks, head_dim].
     """
 
-    cu_seqlens: torch.Tensor
+    cu_seqlens: torch.Tensor  # of the segments they were quantised in: [num_segments + 1], int64, on the CPU
 
     @cached_property
     def block_offsets(self) -> torch.Tensor:
@@ -119,12 +112,7 @@ class QuantizedValues(_Codes):
     """
     Packed values with one scale a token and group of channels.
 
-    Parameters
-    ----------
-    codes, bits, head_dim, dtype
-        See :class:`_Codes`.
-    scale, minimum : torch.Tensor
-        float16, shape (total, num_groups): channel ``d`` belongs to group ``d // (head_dim // num_groups)``.
+    ``scale`` and ``minimum`` are [total, num_groups]: channel ``d`` belongs to group ``d // (head_dim // num_groups)``.
     """
 
     def select(self, segments: Segments, chosen: Sequence[int]) -> QuantizedValues:
@@ -171,22 +159,10 @@ def unpack_codes(packed: torch.Tensor, bits: int) -> torch.Tensor:
 
 def quantize_keys(packed_key: torch.Tensor, segments: Segments, bits: int) -> QuantizedKeys:
     """
-    Quantise packed keys by channel and block of tokens.
+    Quantise packed keys, [total, head_dim], by channel and block of tokens, in 8 or 4 bits.
 
-    Parameters
-    ----------
-    packed_key : torch.Tensor
-        Shape (total, head_dim).
-    segments : Segments
-        Bounds of the segments.
-    bits : int
-        8 or 4.
-
-    Raises
-    ------
-    ValueError
-        If ``bits`` is not 8 or 4, head_dim is odd in 4 bits, the number of pairs is not that of the segments, or a
-        number is not finite or too large for float16 scales.
+    Raises ``ValueError`` if there are no such bits, head_dim is odd in 4 bits, the number of pairs is not that of the
+    segments, or a number is not finite or too large for float16 scales.
     """
     head_dim = packed_key.shape[-1]
     check_bits(bits, head_dim)
@@ -205,19 +181,10 @@ def quantize_keys(packed_key: torch.Tensor, segments: Segments, bits: int) -> Qu
 
 def quantize_values(packed_value: torch.Tensor, bits: int) -> QuantizedValues:
     """
-    Quantise packed values by token, in groups of :data:`VALUE_GROUP` channels.
+    Quantise packed values, [total, head_dim], by token, in groups of :data:`VALUE_GROUP` channels, in 8 or 4 bits.
 
-    Parameters
-    ----------
-    packed_value : torch.Tensor
-        Shape (total, head_dim).
-    bits : int
-        8 or 4.
-
-    Raises
-    ------
-    ValueError
-        If ``bits`` is not 8 or 4, head_dim is odd in 4 bits, or a number is not finite or too large for float16 scales.
+    Raises ``ValueError`` if there are no such bits, head_dim is odd in 4 bits, or a number is not finite or too large
+    for float16 scales.
     """
     head_dim = packed_value.shape[-1]
     check_bits(bits, head_dim)

@@ -13,21 +13,12 @@ T = TypeVar("T")
 
 class Segments:
     """
-    Where each (row, KV head) lies in a packed tensor.
+    Where each (row, KV head) lies in a packed tensor: segment ``i`` is ``packed[cu_seqlens[i]:cu_seqlens[i + 1]]``.
 
-    Building one validates the bounds and, for bounds on a GPU, copies them to the host once. Keep it beside the packed
-    tensors: a decode step that is given one validates nothing again and never waits for the device.
-
-    Parameters
-    ----------
-    cu_seqlens : torch.Tensor
-        Shape (num_segments + 1,), int32 or int64: segment ``i`` is ``packed[cu_seqlens[i]:cu_seqlens[i + 1]]``.
-        Segments may be empty.
-
-    Raises
-    ------
-    ValueError
-        If the bounds are not one-dimensional integers that start at 0 and never fall.
+    Building one validates the bounds, shape (num_segments + 1,), int32 or int64, and, for bounds on a GPU, copies them
+    to the host once. Keep it beside the packed tensors: a decode step that is given one validates nothing again and
+    never waits for the device. Segments may be empty. Raises ``ValueError`` if the bounds are not one-dimensional
+    integers that start at 0 and never fall.
     """
 
     def __init__(self, cu_seqlens: torch.Tensor) -> None:
