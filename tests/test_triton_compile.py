@@ -74,9 +74,7 @@ def decode(monkeypatch, kind, head_dim, rows, arch, *, masked=False, context=500
 @pytest.mark.parametrize("kind, head_dim, arch, config", table("decode", "float32", "16-bit", "int8", "int4"))
 def test_decode(kind, head_dim, arch, config, launches, monkeypatch):
     decode(monkeypatch, kind, head_dim, config.block_m, arch)
-    resources = launches[0].compile(arch)
-    assert resources.fits, resources
-    assert resources.blocks_per_sm >= config.blocks_per_sm
+    assert launches[0].compile(arch).blocks_per_sm >= config.blocks_per_sm
     assert (launches[0]["BLOCK_M"], launches[0]["BLOCK_N"]) == (config.block_m, config.block_n)
 
 
@@ -84,8 +82,7 @@ def test_decode(kind, head_dim, arch, config, launches, monkeypatch):
 def test_decode_with_a_masked_tail_and_softcap(kind, head_dim, arch, config, launches, monkeypatch):
     decode(monkeypatch, kind, head_dim, config.block_m, arch, masked=True)
     assert [launch["mask"] is not None for launch in launches[:-1]] == [False, True]
-    resources = launches[1].compile(arch)
-    assert resources.fits, resources
+    launches[1].compile(arch)
 
 
 @pytest.mark.parametrize("head_dim", [64, 256])
@@ -93,8 +90,7 @@ def test_decode_with_a_masked_tail_and_softcap(kind, head_dim, arch, config, lau
 @pytest.mark.parametrize("arch", [80, 90])
 def test_decode_combines(head_dim, context, arch, launches, monkeypatch):
     decode(monkeypatch, "16-bit", head_dim, 4, arch, context=context)
-    resources = launches[-1].compile(arch)
-    assert resources.fits, resources
+    launches[-1].compile(arch)
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -136,9 +132,7 @@ def test_replay_attention(kind, head_dim, arch, config, launches, monkeypatch):
     replay(monkeypatch, kind, head_dim, arch, **EVERYTHING)
     for launch in launches[::2]:
         assert launch.kernel is triton_replay.attention_kernel
-        resources = launch.compile(arch)
-        assert resources.fits, resources
-        assert resources.blocks_per_sm >= config.blocks_per_sm
+        assert launch.compile(arch).blocks_per_sm >= config.blocks_per_sm
 
 
 @pytest.mark.parametrize("kind, head_dim, arch, config", table("scores", "float32", "16-bit"))
@@ -150,7 +144,6 @@ def test_replay_scores(kind, head_dim, arch, config, launches, monkeypatch):
     for launch in launches[1::2]:
         assert launch.kernel is triton_scores.scores_kernel
         resources = launch.compile(arch)
-        assert resources.fits, resources
         if not launch["SHAPE"].has_window:
             assert resources.blocks_per_sm >= config.blocks_per_sm
 
@@ -162,8 +155,7 @@ def test_replay_of_other_models(group, head_dim, arch, launches, monkeypatch):
     replay(monkeypatch, "16-bit", head_dim, arch, group=group)
     replay(monkeypatch, "16-bit", head_dim, arch, group=group, weighted=True, reduction="max")
     for launch in (*launches[:2], launches[3]):
-        resources = launch.compile(arch)
-        assert resources.fits, resources
+        launch.compile(arch)
 
 
 def test_replay_moves_tiles_by_tensor_core_and_wide_copies(launches, monkeypatch):

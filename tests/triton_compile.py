@@ -118,7 +118,7 @@ class Launch:
             return binder(*self.arguments, **self.keywords)[1:]
 
     def compile(self, capability: int) -> Resources:
-        """Compile as the launch would on a GPU of this capability."""
+        """Compile as the launch would on a GPU of this capability, where it must fit."""
         with _absent_gpu(capability):
             compiled = _RUN(self.kernel, *self.arguments, grid=None, warmup=True, **self.keywords)
         usage, sass = _read_cubin(compiled.asm["cubin"])
@@ -133,6 +133,7 @@ class Launch:
             sass=sass,
         )
         print(f"{self.kernel.__name__}: {resources}")
+        assert resources.fits, resources
         return resources
 
 
