@@ -117,9 +117,9 @@ def test_segments_are_selected_without_requantising(bits):
 
 @pytest.mark.parametrize("bits", [8, 4])
 def test_bytes_are_those_of_the_format(bits):
-    """Codes, one float16 scale and minimum a channel and block or a token and group, and the segments' bounds."""
+    """Codes, a float16 scale and minimum a channel and block or a token and group, bounds of segments and blocks."""
     keys, values = pairs_of([100, 64], 128, bits)
-    assert keys.nbytes == 164 * 128 * bits // 8 + 3 * 128 * 4 + 3 * 8
+    assert keys.nbytes == 164 * 128 * bits // 8 + 3 * 128 * 4 + 2 * 3 * 8
     assert values.nbytes == 164 * 128 * bits // 8 + 164 * 2 * 4
 
 

@@ -9,8 +9,7 @@ not. Decode kernels read the codes and dequantise in registers.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from typing import Any, TypeAlias, TypeVar
 
@@ -54,7 +53,7 @@ class _Codes:
     @property
     def nbytes(self) -> int:
         """Bytes of the storages held."""
-        parts = (getattr(self, field.name) for field in fields(self))
+        parts = (getattr(self, part.name) for part in fields(self))
         return sum(part.untyped_storage().nbytes() for part in parts if isinstance(part, torch.Tensor))
 
     def to(self: C, device: torch.device | str, non_blocking: bool = False) -> C:
@@ -77,11 +76,10 @@ class QuantizedKeys(_Codes):
     """
 
     cu_seqlens: torch.Tensor  # of the segments they were quantised in: [num_segments + 1], int64, on the CPU
+    block_offsets: torch.Tensor = field(init=False, repr=False)  # first block of each segment, as cu_seqlens
 
-    @cached_property
-    def block_offsets(self) -> torch.Tensor:
-        """First block of each segment, shape (num_segments + 1,), int64, on the CPU."""
-        return Segments(self.cu_seqlens).block_offsets(KEY_BLOCK)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "block_offsets", Segments(self.cu_seqlens).block_offsets(KEY_BLOCK))
 
     def select(self, segments: Segments, chosen: Sequence[int]) -> QuantizedKeys:
         """Copy of the segments ``chosen``, in that order, with their codes and scales as they are."""
