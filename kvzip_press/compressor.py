@@ -89,7 +89,7 @@ class Compressor:
     decode_backend: str
     replay_backend: str
     progress: bool
-    forward_hook: Callable
+    forward_hook: Callable  # `KVzipPress.forward_hook`, on the scored layers while a row is replayed
 
     def score(self, context: PrefilledContext) -> list[torch.Tensor]:
         """

@@ -1,4 +1,4 @@
-"""Scorers: how the attention that a context pair gets in the replay becomes its score."""
+"""Scorers: which reduction and weights make a score; the reduction itself runs inside the attention of the replay."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def materialised_scores(model, ids, scorer: str, local: bool) -> torch.Tensor:
         "\n",
     )
     first, later, newline = (build_tokenizer().encode(text, add_special_tokens=False) for text in wordings)
-    context, model = ids[0].tolist(), model.double()
+    context, model, reduction = ids[0].tolist(), model.double(), SCORERS[scorer].reduction
     config, attention = model.model.config, ModelLayout.of(model).attention
     scores = torch.full((config.num_hidden_layers, config.num_key_value_heads, LENGTH), -torch.inf).double()
     inputs: dict[int, torch.Tensor] = {}
@@ -75,18 +75,18 @@ def materialised_scores(model, ids, scorer: str, local: bool) -> torch.Tensor:
         model.model(input_ids=fed, past_key_values=cache, attention_mask=mask)
         for layer, (logits, value) in RECORDED.items():
             weights = torch.softmax(logits.masked_fill(~(causal & seen), -torch.inf), dim=-1)
-            if scorer == "logit":
+            if reduction == "logit":
                 weights = logits
-            if scorer == "l2":
+            if reduction == "sum_of_squares":
                 weights = weights.square()
-            if scorer == "kvzip-plus":
+            if SCORERS[scorer].normalized:
                 blocks = attention[layer].o_proj.weight.split(value.shape[-1], dim=1)
                 for head, block in enumerate(blocks):
                     kv_head = head * value.shape[1] // weights.shape[1]
                     weights[0, head] *= (value[0, kv_head] @ block.T).norm(dim=-1)
                 weights /= inputs[layer].norm(dim=-1)[:, None, :, None]
             by_group = weights[0].unflatten(0, (config.num_key_value_heads, -1))[..., start:end]
-            scores[layer, :, start:end] = (by_group.sum if scorer == "l2" else by_group.amax)(dim=(1, 2))
+            scores[layer, :, start:end] = (by_group.sum if "sum" in reduction else by_group.amax)(dim=(1, 2))
     for handle in handles:
         handle.remove()
     return scores

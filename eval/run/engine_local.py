@@ -30,8 +30,8 @@ from .sweep import ContextSweep, Effort, PressFailure, SweptCache
 from .warm_up import warm_up
 
 # What a record takes over
-OF_RUN = ("dtype", "attention", "device", "budget", "scorer", "version")
-OF_UNIT = ("task", "family", "task_version", "source", "imitation", "length", "seed", "protocol", "prompt")
+RECORDED_OF_RUN = ("dtype", "attention", "device", "budget", "scorer", "version")
+RECORDED_OF_UNIT = ("task", "family", "task_version", "source", "imitation", "length", "seed", "protocol", "prompt")
 
 
 @dataclass
@@ -217,8 +217,8 @@ class LocalEngine:
         return {
             "key": key_of(identity),
             "model": self.identity.model["name"],
-            **{name: getattr(self.identity, name) for name in OF_RUN},
-            **{name: getattr(unit, name) for name in OF_UNIT},
+            **{name: getattr(self.identity, name) for name in RECORDED_OF_RUN},
+            **{name: getattr(unit, name) for name in RECORDED_OF_UNIT},
             "sample": unit.sample.id,
             "press": variant[0],
             "ratio": variant[1],

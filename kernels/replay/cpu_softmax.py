@@ -13,7 +13,8 @@ from ..simd.threads import Counters, finish_item, integers, record_at, run_on_th
 from ..simd.vectors import compiled, load_float, load_int, store_float
 from .blocked import Columns, ColumnScores
 
-_MAX, _SUM_OF_SQUARES, _SUM, _LOGIT = map(REDUCTIONS.index, ("max", "sum_of_squares", "sum", "logit"))
+_KNOWN = ("max", "sum_of_squares", "sum", "logit")
+_MAX, _SUM_OF_SQUARES, _SUM, _LOGIT = map(REDUCTIONS.index, _KNOWN)
 # Logits of a block: larger ones fall out of the caches, smaller ones make thin products
 _BLOCK_ELEMENTS = 3 << 19
 _MIN_ITEMS = 16  # fewer could not be shared evenly by the threads
@@ -92,6 +93,8 @@ class CpuColumnScores(ColumnScores):
     """Float32; weights take the place of the logits."""
 
     def __init__(self, columns: Columns) -> None:
+        if columns.reduction not in _KNOWN:
+            raise NotImplementedError(f"backend 'cpu' has no reduction {columns.reduction!r}")
         splits = -(-_MIN_ITEMS // columns.members)
         super().__init__(columns, splits)
         job = self._job = Job(anchor=columns.anchor, first_own=columns.first_own, softcap=columns.softcap or 0.0)

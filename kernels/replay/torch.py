@@ -49,8 +49,10 @@ class TorchColumnScores(ColumnScores):
             torch.maximum(scores, scored.amax(dim=1), out=scores)
         elif columns.reduction == "sum_of_squares":
             scores += torch.einsum("mrc,mrc->mc", scored, scored)
-        else:
+        elif columns.reduction == "sum":
             scores += scored.sum(dim=1)
+        else:
+            raise NotImplementedError(f"backend 'torch' has no reduction {columns.reduction!r}")
         return weights
 
 

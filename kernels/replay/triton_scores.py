@@ -200,6 +200,8 @@ def column_scores(
     split_tokens = triton.cdiv(triton.cdiv(q_len, splits), tile_tokens) * tile_tokens
     splits = triton.cdiv(q_len, split_tokens)
     partial = torch.empty(splits, segments, num_columns, dtype=torch.float32, device=query.device)
+    if options.reduction not in ("max", "sum_of_squares", "sum", "logit"):
+        raise NotImplementedError(f"backend 'triton' has no reduction {options.reduction!r}")
     unit = 1.0 if options.reduction == "logit" else LOG2_E
     launch(
         scores_kernel,
