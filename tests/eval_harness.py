@@ -1,7 +1,5 @@
 """What tests of the evaluation share: a tiny model in a folder, and a task of their own."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

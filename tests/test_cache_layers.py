@@ -1,7 +1,5 @@
 """The layers of a compressed cache: cropping, other caches, windows, memory, number formats, gradients."""
 
-from __future__ import annotations
-
 import gc
 
 import numpy as np

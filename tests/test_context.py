@@ -1,7 +1,5 @@
 """CompressedContext, and what it is made of: greedy decoding, forgetting what was asked, counting bytes and time."""
 
-from __future__ import annotations
-
 from unittest.mock import Mock
 
 import kvpress

@@ -1,7 +1,5 @@
 """generate inside the press and with a compressed cache, prefills in several calls, batches and beams."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from dense_reference import dense_masked, keep_masks

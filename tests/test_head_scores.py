@@ -1,7 +1,5 @@
 """Context-independent head scores: computed once, exchanged as files, applied without a replay."""
 
-from __future__ import annotations
-
 import json
 import os
 import stat

@@ -1,7 +1,5 @@
 """What a press must leave alone, and what it must not confuse."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from harness import TOLERANCE, Operations, ask, follow, make_press, prefill, ragged

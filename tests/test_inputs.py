@@ -1,7 +1,5 @@
 """What a press takes: ways to call the model, tokenizers, chat prefixes, short contexts, parameters."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import math

@@ -1,7 +1,5 @@
 """A compressed context lives in its cache alone: no other cache, thread or later forward can touch it."""
 
-from __future__ import annotations
-
 import copy
 import threading
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """kvpress's own pipeline, unmodified, with our press."""
 
-from __future__ import annotations
-
 import kvpress
 import pytest
 import torch

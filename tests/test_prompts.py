@@ -1,7 +1,5 @@
 """Where the user's text begins in a chat, and what the model is told before it repeats a chunk."""
 
-from __future__ import annotations
-
 import pytest
 from tiny_models import TEMPLATE, build_model, build_tokenizer
 from transformers import PreTrainedTokenizerFast

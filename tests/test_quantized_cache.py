@@ -1,7 +1,5 @@
 """Compressed caches whose kept pairs are stored in 8 or 4 bits: answers, bytes, and everything a cache can be asked."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle

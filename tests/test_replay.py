@@ -1,7 +1,5 @@
 """The plan of a replay: what is fed in each pass, and what it scores."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from harness import context_of, counted_calls, make_press, prefill, scores_of

@@ -1,7 +1,5 @@
 """Routing: attention reaches ragged layers whatever wrapped it before or after, and nobody else notices."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Scores against whole attention matrices in float64, taken from a plain forward pass of the model."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from harness import context_of, make_press, prefill, scores_of

@@ -1,7 +1,5 @@
 """Which pairs stay: exact counts at every level, ties by position, budgets."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

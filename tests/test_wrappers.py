@@ -1,7 +1,5 @@
 """kvpress's wrappers around our press: refused, clearly, before any result is used."""
 
-from __future__ import annotations
-
 import kvpress
 import pytest
 import torch

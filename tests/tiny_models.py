@@ -1,7 +1,5 @@
 """Tiny random models of every family and a tokenizer made on the spot."""
 
-from __future__ import annotations
-
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
