@@ -11,7 +11,7 @@ from harness import TOLERANCE, ask, follow, generated, make_press, prefill, ragg
 from tiny_models import WINDOW, build_model, random_ids
 from transformers import DynamicCache
 
-from kvzip_press import CompressedContext, KVzipPress, cache_nbytes, kept_fraction
+from kvzip_press import cache_nbytes, kept_fraction
 from kvzip_press.kernels.storage.quantization import QuantizedKeys, QuantizedValues
 
 IDS = random_ids(300, seed=1)
@@ -163,16 +163,6 @@ def test_cropped_moved_and_reset(family, quantization):
     assert cache.get_seq_length() == 0
     expected = follow(model, DynamicCache(), QUESTION, 3)
     torch.testing.assert_close(follow(model, cache, QUESTION, 3), expected, **TOLERANCE)
-
-
-def test_a_compressed_context_reports_quantised_bytes(model, tokenizer):
-    """CompressedContext counts the codes and scales it holds."""
-    text = "The keeper wrote down the name of every ship. " * 20
-    presses = [KVzipPress(ratio=0.5, chunk_size=300, quantization=quantization) for quantization in (None, "int8")]
-    plain, quantized = (CompressedContext.compress(model, tokenizer, text, press=press) for press in presses)
-    assert quantized.kept_fraction == plain.kept_fraction
-    assert quantized.nbytes == cache_nbytes(quantized.cache) < 0.45 * plain.nbytes
-    assert isinstance(quantized.ask("Who?", max_new_tokens=3), str)
 
 
 def test_what_can_not_be_stored_is_refused_before_any_work(model):
