@@ -1,7 +1,5 @@
 """The truth for ragged caches: a full cache, attended densely, with the evicted pairs masked by -inf."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

@@ -1,7 +1,5 @@
 """What tests of the evaluation share: a tiny model in a folder, and a task of their own."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -38,20 +36,9 @@ def save_tiny_model(folder: Path, window: int = 1024) -> Path:
     tokenizer.save_pretrained(folder)
 
     torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=window,
-        bos_token_id=0,
-        eos_token_id=1,
-        rope_theta=1e8,
-        tie_word_embeddings=False,
-    )
-    model = Qwen2ForCausalLM(config)
+    shape = dict(hidden_size=64, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4)
+    shape |= dict(num_key_value_heads=2, vocab_size=len(tokenizer), max_position_embeddings=window, rope_theta=1e8)
+    model = Qwen2ForCausalLM(Qwen2Config(**shape, bos_token_id=0, eos_token_id=1, tie_word_embeddings=False))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "q_proj.bias" in name:

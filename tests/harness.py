@@ -1,7 +1,5 @@
 """What many tests do: make a press, prefill under it, ask, and look at what a cache holds."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 

@@ -1,7 +1,5 @@
 """What the tests of evaluation tasks share."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from dataclasses import asdict

@@ -1,7 +1,5 @@
 """The layers of a compressed cache: cropping, other caches, windows, memory, number formats, gradients."""
 
-from __future__ import annotations
-
 import gc
 
 import numpy as np
@@ -43,7 +41,6 @@ def test_cropping_into_the_context_raises_and_changes_nothing(family):
 
 
 def test_cropping_the_tail_equals_never_having_read_it(family):
-    """Positive and negative lengths drop the last tokens; what follows is answered as if they had never come."""
     model, press = build_model(family), make_press(ratio=0.3)
     later = random_ids(5, seed=3)
     expected_cache = prefill(model, IDS, press)
@@ -72,7 +69,6 @@ def test_an_answer_is_removed_by_assigning_slices(family):
 
 
 def test_the_logical_keys_can_only_be_cropped(model):
-    """Shape, dtype and device of the logical tensors can be read; what would need their data raises with a remedy."""
     cache = prefill(model, IDS, make_press(ratio=0.3))
     follow(model, cache, QUESTION)
     layer, keys = cache.layers[0], cache.layers[0].keys
@@ -113,7 +109,6 @@ FOREIGN = {
 
 @pytest.mark.parametrize("kind", FOREIGN)
 def test_caches_that_can_not_be_replaced_are_refused_before_any_forward(model, kind):
-    """Quantised, static, offloaded and encoder-decoder caches: an error that names the remedy, and no work done."""
     with refused(model, r"can't be compressed.*past_key_values=DynamicCache\(\)"):
         prefill(model, IDS, make_press(), FOREIGN[kind](model.config))
 
@@ -124,7 +119,6 @@ def test_caches_that_can_not_be_replaced_are_refused_before_any_forward(model, k
     reason="offloading needs the GPU torch is built for",
 )
 def test_generate_with_another_cache_implementation_is_refused(model, implementation):
-    """cache_implementation='static' and its like, inside a press, are refused before the first layer runs."""
     with refused(model, "use past_key_values=DynamicCache"), make_press()(model):
         model.generate(IDS, max_new_tokens=3, cache_implementation=implementation)
 
@@ -169,7 +163,6 @@ def test_a_model_that_slides_everywhere_evicts_within_its_windows():
 @pytest.mark.parametrize("length", [1, 5, WINDOW - 1, WINDOW, WINDOW + 1])
 @pytest.mark.parametrize("family", ["mistral-sliding", "gemma3"])
 def test_contexts_around_the_window_at_ratio_one_equal_the_full_cache(family, length):
-    """Contexts shorter than, as long as and just longer than the window lose nothing at ratio 1."""
     model = build_model(family)
     ids = random_ids(length, seed=length)
     ours = follow(model, prefill(model, ids, make_press(ratio=1.0)), QUESTION, WINDOW)
@@ -199,7 +192,6 @@ def full_tensors_alive() -> int:
 
 
 def test_the_full_tensors_are_released(model):
-    """Nothing holds on to the full keys and values once the block has ended."""
     with torch.no_grad(), make_press(ratio=0.1)(model):
         cache = prefill(model, random_ids(83))
         assert full_tensors_alive() >= 8
@@ -207,7 +199,6 @@ def test_the_full_tensors_are_released(model):
 
 
 def test_decoding_reads_the_kept_pairs_alone(monkeypatch, model):
-    """Each decode step attends to exactly the kept pairs of each layer: its cost falls with the ratio."""
     read, decode_attention = [], cache_module.decode_attention
 
     def spy(query, packed_key, *args, **kwargs):
@@ -220,7 +211,6 @@ def test_decoding_reads_the_kept_pairs_alone(monkeypatch, model):
 
 
 def test_the_tail_grows_without_copies_per_token(model):
-    """Over many decoded tokens the tail's buffers are replaced a logarithmic number of times."""
     cache = prefill(model, IDS, make_press(ratio=0.3))
     pointers = []
     for token in random_ids(300)[0]:
@@ -234,7 +224,6 @@ def test_the_tail_grows_without_copies_per_token(model):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
 def test_half_precision_gives_finite_logits_near_the_reference(family, dtype):
-    """In float16 and bfloat16 nothing overflows, and logits stay as near to the masked reference as the format is."""
     model = build_model(family).to(dtype)
     compressed, full = prefill(model, IDS, make_press(ratio=0.3)), prefill(model, IDS)
     assert all(layer.packed_keys.dtype == dtype for layer in ragged(compressed))
@@ -257,7 +246,6 @@ def test_large_activations_in_float16_give_no_nan():
 
 
 def test_overflowed_attention_is_an_error_not_a_selection(model):
-    """Scores that are NaN raise with the remedy and leave the full cache, instead of keeping arbitrary pairs."""
     with torch.no_grad():
         model.model.layers[1].self_attn.k_proj.weight[0, 0] = torch.nan
     cache = DynamicCache()
@@ -267,7 +255,6 @@ def test_overflowed_attention_is_an_error_not_a_selection(model):
 
 
 def test_bfloat16_scores_are_distinct_so_that_ties_do_not_decide():
-    """In bfloat16 the scores are float32: almost none are equal to another."""
     scores = scores_of(build_model("llama").bfloat16(), random_ids(400), chunk_size=200)
     assert scores.dtype == torch.float32
     scored = scores[..., 4:].flatten()
@@ -295,7 +282,6 @@ def test_compressed_and_asked_in_any_gradient_mode(family, compress_mode, ask_mo
 
 
 def test_training_with_dropout_is_refused(model):
-    """Attention dropout is not computed over a compressed cache: an error instead of answers without it."""
     cache = prefill(model, IDS, make_press(ratio=0.3))
     model.config.attention_dropout = 0.1
     for layer in model.model.layers:
@@ -307,7 +293,6 @@ def test_training_with_dropout_is_refused(model):
 
 @pytest.mark.parametrize("backend", ["reference", "torch", "cpu"])
 def test_a_named_backend_runs(model, backend):
-    """Each backend gives the logits of the others, and is the one that runs."""
     cache = prefill(model, IDS, make_press(ratio=0.3, backend=backend))
     assert {layer.backend for layer in cache.layers} == {backend}
     expected = follow(model, prefill(model, IDS, make_press(ratio=0.3)), QUESTION, 3)

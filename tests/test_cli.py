@@ -134,6 +134,7 @@ def test_quantised_bytes_are_reported(report):
     assert [one["quantization"] for one in (plain, *quantized)] == [None, "int8", "int4"]
     int8, int4 = (one["compressed"]["bytes"] for one in quantized)
     assert int4 < int8 < 0.6 * plain["compressed"]["bytes"]
+    assert len({one["compressed"]["kept_fraction"] for one in (plain, *quantized)}) == 1
 
 
 def test_head_scores_are_made_and_used(run, report, document, tmp_path):

@@ -1,7 +1,5 @@
 """CompressedContext, and what it is made of: greedy decoding, forgetting what was asked, counting bytes and time."""
 
-from __future__ import annotations
-
 from unittest.mock import Mock
 
 import kvpress
@@ -134,6 +132,7 @@ def test_a_masking_press_holds_its_masks_too(model):
 def test_a_context_answers_as_its_cache_does(model, tokenizer):
     text = CompressedContext.compress(model, tokenizer, TEXT, press=make_press(ratio=0.5, tokenizer=None))
     before = text.nbytes
+    assert before == cache_nbytes(text.cache)
     answer = text.answer("Who?", max_new_tokens=4)
     ids = torch.tensor([tokenizer.encode("\n\nWho?<e><s>assistant:")])
     assert answer.token_ids == list(greedy(model, text.cache, ids, text.num_tokens, 4))

@@ -1,7 +1,5 @@
 """A compressed cache gives the logits of the full cache with the evicted pairs masked out."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from dense_reference import dense_masked, keep_masks

@@ -1,7 +1,5 @@
 """generate inside the press and with a compressed cache, prefills in several calls, batches and beams."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from dense_reference import dense_masked, keep_masks
@@ -30,7 +28,6 @@ def prefill_then_decode(model, ids, press, steps: int = 8) -> tuple[torch.Tensor
 
 @pytest.mark.parametrize("given", [True, False])
 def test_generate_inside_the_press_is_compressed(family, given):
-    """Its tokens are those of prefill, compression and a greedy loop, and its cache, given or its own, that one's."""
     model, press = build_model(family), make_press(ratio=0.2)
     expected, expected_cache = prefill_then_decode(model, PROMPT, press)
     caches = {"past_key_values": DynamicCache()} if given else {}
@@ -43,7 +40,6 @@ def test_generate_inside_the_press_is_compressed(family, given):
 
 
 def test_generate_inside_the_press_holds_the_bytes_of_what_is_kept(model):
-    """After generate the cache holds the kept fraction of the prompt's bytes and the answer, no more."""
     cache = DynamicCache()
     generated(model, LONG, make_press(ratio=0.2), past_key_values=cache)
     full_bytes = cache_nbytes(prefill(model, LONG))
@@ -102,7 +98,6 @@ def test_generate_with_a_compressed_cache(family, inside):
 
 
 def test_generate_in_the_block_and_after_it(model):
-    """A cache that generate compressed in the block serves a second generate after it, as a continued greedy loop."""
     press, cache = make_press(ratio=0.3), DynamicCache()
     first = generated(model, PROMPT, press, past_key_values=cache)
     states = packed_states(cache)
@@ -113,7 +108,6 @@ def test_generate_in_the_block_and_after_it(model):
 
 
 def test_two_generates_in_one_block_are_two_contexts(model):
-    """Each generate of a block has its own cache, compressed on its own."""
     press, caches = make_press(ratio=0.3), [DynamicCache(), DynamicCache()]
     prompts = [PROMPT, random_ids(50, seed=5)]
     with press(model):
@@ -126,7 +120,6 @@ def test_two_generates_in_one_block_are_two_contexts(model):
 @pytest.mark.parametrize("sizes", [(45, 45), (1, 89), (89, 1), (10,) * 9, (1,) * 90])
 @pytest.mark.parametrize("family", ["llama", "gemma3", "mistral-sliding"])
 def test_a_prefill_in_many_calls_equals_one_call(family, sizes):
-    """Two or ninety calls that fill one cache are one context: same pairs kept, same answers."""
     model, press = build_model(family), make_press(ratio=0.3)
     ids, question = random_ids(90, seed=3), random_ids(5, seed=4)
     whole, cache = prefill(model, ids, press), DynamicCache()
@@ -141,7 +134,6 @@ def test_a_prefill_in_many_calls_equals_one_call(family, sizes):
 
 
 def test_caches_filled_alternately_in_one_block(model):
-    """Two caches filled in turn inside one block are two contexts, each compressed as alone."""
     press, caches = make_press(ratio=0.3), [DynamicCache(), DynamicCache()]
     contexts = [random_ids(60, seed=5), random_ids(60, seed=6)]
     with torch.no_grad(), press(model):
@@ -167,7 +159,6 @@ def test_a_cache_that_was_filled_or_cropped_outside_of_the_prefill_is_refused(mo
 
 
 def test_generate_of_a_padded_batch_equals_each_row_alone(model):
-    """Left-padded prompts generated in one batch inside the press give each row's own tokens."""
     press = make_press(ratio=0.4)
     rows = [random_ids(80, seed=9), random_ids(50, seed=10)]
     ids, mask = pad(rows)
@@ -188,7 +179,6 @@ def test_right_padding_is_refused(model):
 
 
 def test_beam_search_inside_the_press(model):
-    """Beams inside the press keep one context's pairs in both rows; at ratio 1 they are the beams without a press."""
     expected, cache = generated(model, PROMPT, num_beams=2), DynamicCache()
     assert torch.equal(generated(model, PROMPT, make_press(ratio=1.0), num_beams=2), expected)
     out = generated(model, PROMPT, make_press(ratio=0.3), num_beams=2, past_key_values=cache)
@@ -200,7 +190,6 @@ def test_beam_search_inside_the_press(model):
 
 @pytest.mark.parametrize("ratio", [0.3, 1.0])
 def test_beams_on_a_compressed_cache_are_those_of_the_masked_dense_cache(model, ratio):
-    """Every beam step equals that of a full cache whose evicted pairs are masked out."""
     ids = torch.cat([PROMPT, random_ids(4, seed=4)], dim=1)
     compressed, full = prefill(model, PROMPT, make_press(ratio=ratio)), prefill(model, PROMPT)
     keep = {layer: mask.repeat(2, 1, 1) for layer, mask in keep_masks(full, compressed).items()}
@@ -213,7 +202,6 @@ def test_beams_on_a_compressed_cache_are_those_of_the_masked_dense_cache(model, 
 
 
 def test_every_row_of_a_batch_and_every_copy_of_it_answers_as_alone(family):
-    """Two contexts of one length in a batch, and what batch_repeat_interleave makes of them."""
     model, press = build_model(family), make_press(ratio=0.3)
     ids, question = random_ids(60, batch_size=2, seed=7), random_ids(5, batch_size=2, seed=8)
     cache = prefill(model, ids, press)
@@ -227,7 +215,6 @@ def test_every_row_of_a_batch_and_every_copy_of_it_answers_as_alone(family):
 @pytest.mark.parametrize("family", ["llama", "gemma3", "mistral-sliding"])
 @pytest.mark.parametrize("rows", [[2, 0, 1], [1, 1, 0], [2]])
 def test_rows_can_be_reordered_and_selected_with_their_tails(family, rows):
-    """reorder_cache and batch_select_indices move contexts, tails and counts of rows together."""
     model, press = build_model(family), make_press(ratio=0.3)
     ids, questions = random_ids(60, batch_size=3, seed=7), random_ids(5, batch_size=3, seed=8)
     later = random_ids(4, seed=9).repeat(len(rows), 1)
@@ -245,7 +232,6 @@ def test_rows_can_be_reordered_and_selected_with_their_tails(family, rows):
 
 
 def test_a_batch_of_another_size_is_refused(model):
-    """Asking a cache of one row with two rows names the remedy."""
     cache = prefill(model, PROMPT, make_press(ratio=0.3))
     states = packed_states(cache)
     with pytest.raises(ValueError, match="holds 1 rows, the input has 2.*batch_repeat_interleave"):

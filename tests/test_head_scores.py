@@ -1,7 +1,5 @@
 """Context-independent head scores: computed once, exchanged as files, applied without a replay."""
 
-from __future__ import annotations
-
 import json
 import os
 import stat
@@ -52,21 +50,18 @@ def test_compression_by_heads_replays_nothing(family):
     ],
 )
 def test_the_best_heads_stay_whole_and_the_others_keep_prefix_and_sinks(model, ratio, scores, expected):
-    """Of eight heads those with the highest scores hold the context, the others four sinks."""
     cache = prefill(model, IDS, make_press(ratio=ratio, level="head", head_scores=HeadScores(scores)))
     assert [layer.head_lengths[0].tolist() for layer in cache.layers] == expected
     assert all({*range(4)} <= head for heads in kept_positions(prefill(model, IDS), cache) for head in heads)
 
 
 def test_scores_of_another_shape_are_refused_before_any_forward(model):
-    """Scores of another model: an error with both shapes and the way to compute one's own."""
     press = make_press(level="head", head_scores=HeadScores(torch.ones(4, 3)))
     with refused(model, r"shape \(4, 3\), but LlamaForCausalLM needs \(4, 2\).*from_text"):
         prefill(model, IDS, press)
 
 
 def test_the_head_level_needs_scores(model):
-    """Without head_scores the level is refused in the constructor, and when it is set later, on entering."""
     with pytest.raises(ValueError, match="level='head' needs head_scores"):
         KVzipPress(level="head")
     press = make_press()
@@ -81,7 +76,6 @@ def test_the_head_level_needs_scores(model):
     "scores", [torch.ones(4), torch.ones(1, 4, 2), torch.ones(4, 2).long(), torch.tensor([[1.0, torch.nan]])]
 )
 def test_what_is_no_table_of_scores_is_refused(scores):
-    """Another number of dimensions, integers and NaN are an error."""
     with pytest.raises(ValueError, match="head scores must be"):
         HeadScores(scores)
 
@@ -97,7 +91,6 @@ def test_a_heads_score_is_its_highest_pair_score(family):
 
 
 def test_several_samples_give_the_maximum_of_each(model):
-    """The scores of two texts are the elementwise maximum of each text's own."""
     tokenizer, texts = build_tokenizer(), [TEXT, "def f(x): return x + 1 # " * 3]
     alone = [HeadScores.from_text(model, tokenizer, text, chunk_size=32).scores for text in texts]
     both = HeadScores.from_text(model, tokenizer, texts, chunk_size=32)
@@ -110,7 +103,6 @@ def test_several_samples_give_the_maximum_of_each(model):
 
 @pytest.mark.parametrize("texts", [[], "", " \n", [TEXT, ""]])
 def test_an_empty_sample_is_refused(model, texts):
-    """No text, or one without a word among them, is an error."""
     with pytest.raises(ValueError, match="at least one text, and none may be empty"):
         HeadScores.from_text(model, build_tokenizer(), texts)
 
@@ -157,7 +149,6 @@ def test_a_save_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
     ],
 )
 def test_what_can_not_be_saved_or_read_again_is_refused(tmp_path, name, message):
-    """A folder that does not exist, a folder itself, and an ending that means another format."""
     with pytest.raises(ValueError, match=message):
         HeadScores(SCORES).save(tmp_path / name)
 
@@ -175,7 +166,6 @@ def test_files_of_the_original_code_are_read(tmp_path, shape):
 
 
 def test_nothing_of_a_pt_file_is_executed(tmp_path, monkeypatch):
-    """A file that would run code when unpickled is refused, and its code does not run."""
     monkeypatch.chdir(tmp_path)
     torch.save({"scores": Unpicklable()}, "scores.pt")
     with pytest.raises(ValueError, match="scores.pt' is not a tensor file"):
@@ -202,7 +192,6 @@ def truncate(path):
     ],
 )
 def test_files_that_hold_no_head_scores_are_told_apart(tmp_path, name, write, message):
-    """Truncated and foreign files, other tensors, and missing files are each a ValueError that says so."""
     write(tmp_path / name)
     with pytest.raises(ValueError, match=message):
         HeadScores.load(tmp_path / name)

@@ -1,7 +1,5 @@
 """What a press must leave alone, and what it must not confuse."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from harness import TOLERANCE, Operations, ask, follow, make_press, prefill, ragged
@@ -15,7 +13,6 @@ QUESTION = random_ids(4, seed=7)
 
 
 def test_rows_with_equal_ids_and_different_images_are_scored_apart():
-    """Each row of an image-text batch keeps what it keeps alone."""
     model = build_model("gemma3-image-text")
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
@@ -62,7 +59,6 @@ def test_dynamic_rotary_embeddings_are_restored():
 
 @pytest.mark.parametrize("generate", [False, True])
 def test_of_nested_presses_the_inner_one_compresses(model, generate):
-    """Two presses on one model: the inner block's press wins, in a prefill and in generate."""
     cache = DynamicCache()
     with torch.no_grad(), make_press(ratio=0.9)(model), make_press(ratio=0.2)(model):
         model.generate(IDS, max_new_tokens=2, past_key_values=cache) if generate else model(IDS, past_key_values=cache)
@@ -70,7 +66,6 @@ def test_of_nested_presses_the_inner_one_compresses(model, generate):
 
 
 def test_generate_leaves_other_prefills_of_the_block_unfinished(model):
-    """A context fed in two calls with a generate of another in between is one context."""
     cache, press = DynamicCache(), make_press(ratio=0.5)
     with torch.no_grad(), press(model):
         model(IDS[:, :30], past_key_values=cache)
@@ -90,7 +85,6 @@ def test_gradients_through_a_compressed_cache_are_refused(model):
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "mistral-sliding"])
 def test_rows_repeated_in_inference_mode_are_usable_outside(family):
-    """Row operations inside inference mode leave a cache that can be continued outside of it."""
     model = build_model(family)
     cache = prefill(model, IDS, make_press(ratio=0.5))
     follow(model, cache, QUESTION)
@@ -102,7 +96,6 @@ def test_rows_repeated_in_inference_mode_are_usable_outside(family):
 
 
 def test_a_reset_cache_is_refused_under_a_press(model):
-    """An emptied compressed cache can't silently stay full: the error names a new cache."""
     cache = prefill(model, IDS, make_press())
     cache.reset()
     assert cache.get_seq_length() == 0 and not is_compressed(cache)

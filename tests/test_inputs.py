@@ -1,7 +1,5 @@
 """What a press takes: ways to call the model, tokenizers, chat prefixes, short contexts, parameters."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import math
@@ -42,7 +40,6 @@ def test_every_way_to_call_the_model_is_compressed(model):
 
 @torch.no_grad()
 def test_embeddings_equal_the_ids_they_come_from(family):
-    """With inputs_embeds, and the prefix given, the same pairs are kept as with ids."""
     model = build_model(family)
     press = make_press(ratio=0.3, prompts=ReplayPrompts(anchor_tokens=0, prefix_length=7))
     expected, cache = prefill(model, IDS, press), DynamicCache()
@@ -53,7 +50,6 @@ def test_embeddings_equal_the_ids_they_come_from(family):
 
 
 def test_generate_from_embeddings(model):
-    """generate with inputs_embeds inside a press gives the tokens that ids give."""
     press = make_press(ratio=0.3, prompts=ReplayPrompts(anchor_tokens=0, prefix_length=7))
     options = dict(max_new_tokens=6, do_sample=False, eos_token_id=None)
     with press(model):
@@ -77,7 +73,6 @@ def test_ids_are_known_wherever_the_model_is_entered(family, entry):
 
 
 def test_an_empty_block_does_nothing_and_a_forward_without_a_cache_raises_before_any_work(model):
-    """use_cache=False leaves nothing to compress: an error before the first layer runs."""
     with make_press()(model):
         pass
     with refused(model, "use_cache=True"), make_press()(model):
@@ -88,7 +83,6 @@ def test_an_empty_block_does_nothing_and_a_forward_without_a_cache_raises_before
 
 
 def test_a_model_without_a_name_or_a_tokenizer_under_it_says_so(model, tmp_path):
-    """The error names tokenizer=, and the folder if there is one, before any forward."""
     with refused(model, "LlamaForCausalLM was built in memory.*tokenizer="):
         prefill(model, IDS, KVzipPress())
     assert is_compressed(prefill(model, IDS, KVzipPress(tokenizer=build_tokenizer())))
@@ -99,7 +93,6 @@ def test_a_model_without_a_name_or_a_tokenizer_under_it_says_so(model, tmp_path)
 
 
 def test_prompts_of_ids_need_no_tokenizer(model):
-    """Prompts given as ids, with a prefix length, compress a model in memory without any tokenizer."""
     press = KVzipPress(ratio=0.3, chunk_size=32, prompts=IDS_ONLY)
     full, cache = prefill(model, IDS), prefill(model, IDS, press)
     assert all({0, 1, 2} <= head for heads in kept_positions(full, cache) for head in heads)
@@ -110,7 +103,6 @@ def test_prompts_of_ids_need_no_tokenizer(model):
 @pytest.mark.parametrize("level", ["pair", "pair-layer", "pair-uniform"])
 @pytest.mark.parametrize("family", ["llama", "gemma3", "mistral"])
 def test_the_chat_prefix_is_kept_in_every_head(family, level):
-    """However little is kept, the tokens of the chat template before the user's text stay in every head."""
     model = build_model(family)
     ids = chat_ids("The harbour was rebuilt in 1907, and again in 1931. " * 2)
     compressed = prefill(model, ids, make_press(ratio=0.02, level=level))
@@ -119,7 +111,6 @@ def test_the_chat_prefix_is_kept_in_every_head(family, level):
 
 
 def test_a_long_system_prompt_is_kept_in_every_head(model):
-    """A system prompt of the template, much longer than the sinks, is part of the prefix and never evicted."""
     prefix = "<s>system:You are a helpful assistant who answers in one short sentence.<s>user:"
     tokenizer = build_tokenizer(
         prefix.removesuffix("<s>user:") + "{% for m in messages %}<s>user:{{ m['content'] }}<e>{% endfor %}"
@@ -177,7 +168,6 @@ NOT_A_FRACTION = [math.nan, math.inf, -0.1, True, False, "x", "0.3", [0.3], 1.5]
     + [("compression_ratio", r"\[0, 1\)", value) for value in (*NOT_A_FRACTION, 1, 1.0)],
 )
 def test_what_is_no_fraction_is_refused_in_the_constructor_and_later(name, interval, value):
-    """Keeping nothing or all, None, or what is no fraction: named at once, and the press stays as it was."""
     with pytest.raises(ValueError, match=rf"^{name} must be a number in {interval}, got"):
         KVzipPress(**{name: value})
     press = KVzipPress(ratio=0.4)
@@ -189,7 +179,6 @@ def test_what_is_no_fraction_is_refused_in_the_constructor_and_later(name, inter
 
 
 def test_ratio_and_compression_ratio_are_one_state(model):
-    """Setting one name changes what the other says, and what a context keeps."""
     press = make_press(ratio=0.3)
     assert press.compression_ratio == 0.7
     # As kvpress's evaluation does: one instance for many contexts, under inference mode
@@ -262,7 +251,6 @@ def test_the_printed_press_is_short_and_always_the_same(model):
     ],
 )
 def test_every_other_parameter_is_checked_whenever_it_is_set(name, value, message):
-    """A value out of range is refused in the constructor and later, with the value and what is possible."""
     with pytest.raises(ValueError, match=message):
         KVzipPress(**{name: value})
     press = KVzipPress()
@@ -274,7 +262,6 @@ def test_every_other_parameter_is_checked_whenever_it_is_set(name, value, messag
 
 @pytest.mark.parametrize("implementation", ["eager", "flex_attention", "paged|sdpa"])
 def test_attention_that_can_not_be_routed_is_refused_before_any_forward(model, implementation):
-    """Eager, flex and paged attention are refused when the block is entered, with the remedy."""
     model.config._attn_implementation = implementation
     with refused(model, "set_attn_implementation.'sdpa'"):
         prefill(model, IDS, make_press())

@@ -1,7 +1,5 @@
 """A compressed context lives in its cache alone: no other cache, thread or later forward can touch it."""
 
-from __future__ import annotations
-
 import copy
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +22,6 @@ QUESTION = random_ids(5, seed=3)
 
 
 def test_two_live_caches_answer_as_each_alone(family):
-    """Asking two compressed contexts in turn, short and long, gives each one's own, also after a plain prefill."""
     model, press = build_model(family), make_press(ratio=0.3)
     alone = []
     for ids in (CONTEXT_A, CONTEXT_B):
@@ -43,7 +40,6 @@ def test_two_live_caches_answer_as_each_alone(family):
 
 
 def test_tokens_of_two_caches_decoded_in_turn_do_not_mix(model):
-    """Decoding one token of each context alternately gives what decoding each to its end gives."""
     press = make_press(ratio=0.3)
     alone = [follow(model, prefill(model, ids, press), QUESTION, 6) for ids in (CONTEXT_A, CONTEXT_B)]
     caches = [prefill(model, ids, press) for ids in (CONTEXT_A, CONTEXT_B)]
@@ -56,7 +52,6 @@ def test_tokens_of_two_caches_decoded_in_turn_do_not_mix(model):
 
 
 def test_a_foreign_full_cache_is_read_as_by_a_model_that_never_saw_a_press():
-    """A full cache that lives beside compressed ones gives bit for bit what it gives without any press."""
     model = build_model("llama")
     untouched = copy.deepcopy(model)
     foreign, expected_cache = prefill(model, CONTEXT_A), prefill(untouched, CONTEXT_A)
@@ -69,7 +64,6 @@ def test_a_foreign_full_cache_is_read_as_by_a_model_that_never_saw_a_press():
 
 
 def test_questions_change_neither_the_kept_pairs_nor_later_answers(family):
-    """Packed states are equal bit for bit, in the same memory, and so is a question's answer, whatever was asked."""
     model = build_model(family)
     cache = prefill(model, CONTEXT_B, make_press(ratio=0.3))
     before = packed_states(cache)
@@ -99,7 +93,6 @@ def prepared_model(family: str = "llama"):
 
 @pytest.mark.parametrize("scorer", ["kvzip", "kvzip-plus"])
 def test_the_model_is_left_as_it_was(scorer):
-    """After the block no hook, attribute or patched method is left, and parameters are equal bit for bit."""
     model = prepared_model()
     parameters = [parameter.clone() for parameter in model.parameters()]
     before = fingerprint(model)
@@ -116,7 +109,6 @@ class Cancelled(BaseException):
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, Cancelled])
 def test_an_exception_in_the_block_leaves_model_and_cache_whole(error):
-    """Whatever ends the block, the model is as before and the cache is the full cache."""
     model, cache = prepared_model(), DynamicCache()
     before = fingerprint(model)
     with pytest.raises(error), torch.no_grad(), make_press(ratio=0.3)(model):
@@ -131,7 +123,6 @@ def test_an_exception_in_the_block_leaves_model_and_cache_whole(error):
 @pytest.mark.parametrize("scorer", ["kvzip", "kvzip-plus"])
 @pytest.mark.parametrize("generate", [False, True])
 def test_an_exception_in_the_replay_leaves_model_and_cache_whole(monkeypatch, error, scorer, generate):
-    """A kernel that fails in the middle of the replay, in generate or not, leaves no hook, and the full cache."""
     model, cache = prepared_model(), DynamicCache()
     before, calls, replay_attention = fingerprint(model), [], replay_module.replay_attention
     expected = generated(model, CONTEXT_A)
@@ -173,7 +164,6 @@ def test_an_eviction_that_is_cut_off_leaves_a_cache_that_works(monkeypatch, fami
 
 
 def test_presses_left_in_another_order_than_entered_leave_no_trace():
-    """Two presses on one model whose blocks overlap without nesting leave the model as it was."""
     model = prepared_model()
     before = fingerprint(model)
     first, second = make_press(ratio=0.3)(model), make_press(ratio=0.5)(model)
@@ -258,7 +248,6 @@ def test_a_thread_that_meets_hooks_half_put_on_is_not_disturbed(monkeypatch, mod
 
 
 def test_a_press_ignores_forwards_of_other_threads(model):
-    """A prefill that another thread runs while a block is open stays a full cache."""
     foreign, mine = DynamicCache(), DynamicCache()
 
     def other():
@@ -277,7 +266,6 @@ def test_a_press_ignores_forwards_of_other_threads(model):
 
 @pytest.mark.parametrize("replay", ["local", "full"])
 def test_the_replay_adds_nothing_to_the_cache_and_computes_no_logits(family, replay):
-    """Scoring leaves every tensor of the caller's cache as it was; neither it nor the prefill calls the head."""
     model, press = build_model(family), make_press(ratio=0.3, replay=replay)
     with counted_calls(model.lm_head) as logits, counted_calls(language_model(model).norm) as passes:
         context = context_of(model, CONTEXT_B)
@@ -292,7 +280,6 @@ def test_the_replay_adds_nothing_to_the_cache_and_computes_no_logits(family, rep
 
 @pytest.mark.parametrize("replay", ["local", "full"])
 def test_the_replay_never_copies_the_full_cache(monkeypatch, model, replay):
-    """No tensor as long as the context is concatenated in the replay, in local and in full replay."""
     ids, longest, cat = random_ids(400), [], torch.cat
 
     def spy(tensors, *args, **kwargs):
@@ -309,7 +296,6 @@ def test_the_replay_never_copies_the_full_cache(monkeypatch, model, replay):
 
 
 def test_replay_cost_is_one_pass_over_the_context(model):
-    """The tokens fed in the replay are the context's and those of the prompts, each once."""
     with counted_calls(model.model.embed_tokens) as shapes:
         prefill(model, random_ids(200), make_press(ratio=0.3, chunk_size=100))
     # One token a character

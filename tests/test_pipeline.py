@@ -1,7 +1,5 @@
 """kvpress's own pipeline, unmodified, with our press."""
 
-from __future__ import annotations
-
 import kvpress
 import pytest
 import torch
@@ -54,7 +52,6 @@ def generated(model, question: str, press) -> str:
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gemma3-image-text", "mistral-sliding"])
 @pytest.mark.parametrize("ratio", [0.2, 0.6])
 def test_answers_equal_those_of_a_cache_compressed_by_hand(tmp_path, family, ratio):
-    """Several questions in one call: each answer is that of generate with the context compressed, it alone."""
     pipe, press = build_pipeline(tmp_path, family), make_press(ratio=ratio)
     answers = pipe(CONTEXT, questions=QUESTIONS, press=press, **OPTIONS)["answers"]
     assert answers == [generated(pipe.model, question, press) for question in QUESTIONS]
@@ -70,13 +67,11 @@ def test_one_question_and_none(pipe):
 
 
 def test_the_tokenizer_is_found_without_being_given(pipe):
-    """A press without tokenizer= uses the one in the model's folder, and answers as with it."""
     by_name = pipe(CONTEXT, questions=QUESTIONS, press=KVzipPress(ratio=0.3, chunk_size=32), **OPTIONS)
     assert by_name == pipe(CONTEXT, questions=QUESTIONS, press=make_press(ratio=0.3), **OPTIONS)
 
 
 def test_at_ratio_one_the_answers_are_those_without_a_press(pipe):
-    """Nothing is evicted at ratio 1: the pipeline answers as it does alone, and as generate inside the press."""
     press = make_press(ratio=1.0)
     plain = pipe(CONTEXT, questions=QUESTIONS, **OPTIONS)
     assert pipe(CONTEXT, questions=QUESTIONS, press=press, **OPTIONS) == plain
@@ -100,7 +95,6 @@ def test_a_context_without_chat_template(tmp_path):
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "mistral-sliding"])
 def test_the_given_cache_is_compressed_and_unchanged_by_questions(tmp_path, family):
-    """cache= is compressed in place; after the answers are removed it is what it was right after the compression."""
     pipe, press, cache = build_pipeline(tmp_path, family), make_press(ratio=0.3), DynamicCache()
     answers = pipe(CONTEXT, questions=QUESTIONS, press=press, cache=cache, **OPTIONS)["answers"]
     expected = prefill(pipe.model, CONTEXT_IDS, press)
@@ -115,7 +109,6 @@ def test_the_given_cache_is_compressed_and_unchanged_by_questions(tmp_path, fami
 
 
 def test_the_bytes_of_the_given_cache_fall(pipe):
-    """After the pipeline the cache holds the kept fraction and a short tail, not the full context."""
     full, compressed = DynamicCache(), DynamicCache()
     pipe(CONTEXT * 6, question=QUESTIONS[0], cache=full, **OPTIONS)
     pipe(CONTEXT * 6, question=QUESTIONS[0], cache=compressed, press=make_press(ratio=0.1), **OPTIONS)
@@ -132,7 +125,6 @@ def test_every_call_of_the_head_gives_one_logit_and_the_log_tells_the_logical_le
 
 @pytest.mark.parametrize("baseline", ["SnapKVPress", "KnormPress", "ExpectedAttentionPress"])
 def test_baselines_of_kvpress_work_unchanged_after_ours(pipe, baseline):
-    """A press of kvpress gives bit for bit the same cache and answers before and after ours ran on the model."""
 
     def run():
         cache, press = DynamicCache(), getattr(kvpress, baseline)(compression_ratio=0.4)

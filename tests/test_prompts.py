@@ -1,7 +1,5 @@
 """Where the user's text begins in a chat, and what the model is told before it repeats a chunk."""
 
-from __future__ import annotations
-
 import pytest
 from tiny_models import TEMPLATE, build_model, build_tokenizer
 from transformers import PreTrainedTokenizerFast
@@ -76,7 +74,6 @@ MERGED = [*ids_of(PREFIX)[:-1], 99, *ids_of("text")]
     ],
 )
 def test_the_prefix_is_found_in_the_contexts_own_tokens(template, ids, length, suffix):
-    """Inside the chat template its tokens before the text, outside of it a BOS token at most."""
     prompts = encoded(template)
     assert prompts.find_prefix(ids) == length
     assert prompts.suffix(length) == ids_of(suffix)
@@ -102,14 +99,12 @@ def test_the_wordings_are_those_of_the_released_code_and_of_the_paper():
 
 
 def test_a_suffix_of_ones_own_replaces_both():
-    """A given suffix is used in chats and for raw contexts; an empty one too."""
     for suffix, ids in (("!", ids_of("!")), ("", []), ([7, 8], [7, 8])):
         prompts = encoded(prompts=ReplayPrompts(suffix=suffix))
         assert prompts.suffix(6) == prompts.suffix(0) == ids
 
 
 def test_which_prompts_need_a_tokenizer():
-    """Ids for all parts and a prefix length need none; text, an unknown suffix or prefix do."""
     ids_only = dict(first=[1], later=[2], suffix=[3], prefix_length=0)
     assert not ReplayPrompts(**ids_only).needs_tokenizer
     assert not ReplayPrompts(**ids_only | {"suffix": ""}).needs_tokenizer
@@ -122,13 +117,11 @@ def test_which_prompts_need_a_tokenizer():
 
 @pytest.mark.parametrize("name", ["anchor_tokens", "prefix_length"])
 def test_negative_counts_are_refused(name):
-    """A negative number of tokens is an error with the value."""
     with pytest.raises(ValueError, match=f"{name} must be at least 0, got -1"):
         ReplayPrompts(**{name: -1})
 
 
 def test_the_tokenizer_of_a_folder_is_loaded_once(tmp_path):
-    """It is found by the model's name, and a second press does not read the files again."""
     model = build_model("llama")
     model.config._name_or_path = str(tmp_path)
     build_tokenizer().save_pretrained(tmp_path)

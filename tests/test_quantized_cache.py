@@ -1,7 +1,5 @@
 """Compressed caches whose kept pairs are stored in 8 or 4 bits: answers, bytes, and everything a cache can be asked."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle
@@ -13,7 +11,7 @@ from harness import TOLERANCE, ask, follow, generated, make_press, prefill, ragg
 from tiny_models import WINDOW, build_model, random_ids
 from transformers import DynamicCache
 
-from kvzip_press import CompressedContext, KVzipPress, cache_nbytes, kept_fraction
+from kvzip_press import cache_nbytes, kept_fraction
 from kvzip_press.kernels.storage.quantization import QuantizedKeys, QuantizedValues
 
 IDS = random_ids(300, seed=1)
@@ -34,7 +32,6 @@ def rounded_full_cache(full: DynamicCache, compressed: DynamicCache, keep: dict[
 @pytest.mark.parametrize("quantization", list(QUANTIZATIONS))
 @pytest.mark.parametrize("backend", ["auto", "torch", "reference"])
 def test_answers_equal_the_masked_dense_reference_over_the_stored_numbers(family, quantization, backend):
-    """The logits are those of a full cache, masked to the kept pairs, that holds the numbers the codes stand for."""
     model = build_model(family)
     ids = IDS[:, :90]
     cache = prefill(model, ids, make_press(ratio=0.4, quantization=quantization, backend=backend))
@@ -88,7 +85,6 @@ def test_bytes_fall_with_the_bits(quantization, most):
 @pytest.mark.parametrize("family", ["llama", "gemma3", "mistral-sliding"])
 @pytest.mark.parametrize("quantization", list(QUANTIZATIONS))
 def test_rows_are_repeated_reordered_and_selected(family, quantization):
-    """Codes and scales move with their rows: every row answers as its context alone, bit for bit the same storage."""
     model = build_model(family)
     press = make_press(ratio=0.4, quantization=quantization)
     contexts = [IDS[:, :70], random_ids(70, seed=3)]
@@ -137,7 +133,6 @@ def saved_and_loaded(cache):
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache)), saved_and_loaded])
 @pytest.mark.parametrize("quantization", [None, *QUANTIZATIONS])
 def test_copies_live_apart(model, copied, quantization):
-    """A copied or saved cache stays compressed, answers the same, and shares no memory with the first."""
     cache = prefill(model, IDS[:, :80], make_press(ratio=0.3, quantization=quantization))
     assert len(pickle.dumps(cache)) < 0.6 * len(pickle.dumps(prefill(model, IDS[:, :80])))
     expected = ask(model, cache, QUESTION)
@@ -154,7 +149,6 @@ def test_copies_live_apart(model, copied, quantization):
 
 @pytest.mark.parametrize("quantization", [None, "int4"])
 def test_cropped_moved_and_reset(family, quantization):
-    """The tail is cropped, data moves to the CPU and back, and a reset cache is an empty one."""
     model = build_model(family)
     cache = prefill(model, IDS[:, :80], make_press(ratio=0.3, quantization=quantization))
     expected = ask(model, cache, QUESTION)
@@ -171,18 +165,7 @@ def test_cropped_moved_and_reset(family, quantization):
     torch.testing.assert_close(follow(model, cache, QUESTION, 3), expected, **TOLERANCE)
 
 
-def test_a_compressed_context_reports_quantised_bytes(model, tokenizer):
-    """CompressedContext counts the codes and scales it holds."""
-    text = "The keeper wrote down the name of every ship. " * 20
-    presses = [KVzipPress(ratio=0.5, chunk_size=300, quantization=quantization) for quantization in (None, "int8")]
-    plain, quantized = (CompressedContext.compress(model, tokenizer, text, press=press) for press in presses)
-    assert quantized.kept_fraction == plain.kept_fraction
-    assert quantized.nbytes == cache_nbytes(quantized.cache) < 0.45 * plain.nbytes
-    assert isinstance(quantized.ask("Who?", max_new_tokens=3), str)
-
-
 def test_what_can_not_be_stored_is_refused_before_any_work(model):
-    """An odd head size in 4 bits, and a backend that reads no quantised pairs, are errors before the prefill."""
     model.config.head_dim = 7
     with refused(model, "4 bits need an even head_dim, got 7; use 8 bits"):
         prefill(model, IDS, make_press(quantization="int4"))

@@ -1,7 +1,5 @@
 """The plan of a replay: what is fed in each pass, and what it scores."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from harness import context_of, counted_calls, make_press, prefill, scores_of
@@ -57,7 +55,6 @@ def test_an_anchor_never_reaches_into_the_prefix():
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 20), st.integers(1, 25))
 def test_every_pair_is_scored_exactly_once(protected, chunk_size):
-    """The chunks cover the context after the protected tokens, in order, without gap or overlap, or nothing."""
     scored = [column for step in plan(protected=protected, chunk_size=chunk_size) for column in range(*step.scored)]
     assert scored == list(range(protected, 20))
 
@@ -90,13 +87,11 @@ def test_what_is_planned_is_what_is_fed(model, repeat):
 
 
 def test_what_is_repeated_decides_what_is_kept(model):
-    """The ablations give other scores than the replay of the whole context, and than each other."""
     scores = [scores_of(model, random_ids(100), repeat=repeat)[..., 4:] for repeat in REPEATS]
     assert all(not torch.allclose(a, b, atol=1e-3) for index, a in enumerate(scores) for b in scores[:index])
 
 
 def test_chunks_of_a_local_replay_do_not_depend_on_each_other(model):
-    """The scores of the first chunk are the same whatever comes after it in the context, in a causal model."""
     ids = random_ids(100)
     other = torch.cat([ids[:, :52], random_ids(48, seed=9)], dim=1)
     scores = [scores_of(model, tokens, chunk_size=48) for tokens in (ids, other)]

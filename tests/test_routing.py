@@ -1,7 +1,5 @@
 """Routing: attention reaches ragged layers whatever wrapped it before or after, and nobody else notices."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -111,7 +109,6 @@ print(seconds)
 
 
 def test_routing_is_idempotent():
-    """Installing it again wraps nothing twice."""
     install_routing()
     before = dict(ALL_ATTENTION_FUNCTIONS.items())
     install_routing()
@@ -124,7 +121,6 @@ def test_routing_is_idempotent():
     ids=["ours", "kvpress after ours", "ours after kvpress", "ours around both"],
 )
 def test_any_order_of_wrappers_gives_the_same_answers(registry, chain):
-    """Whoever wrapped the attention functions first, compressed and full caches are answered bit for bit the same."""
     model = build_model("llama")
     compressed, full = prefill(model, IDS, make_press(ratio=0.3)), prefill(model, IDS)
     expected = ask(model, compressed, QUESTION), ask(model, full, QUESTION)
@@ -156,7 +152,6 @@ def test_a_function_registered_later_is_routed_when_a_press_is_entered(registry,
 
 
 def test_plain_tensors_pass_through_untouched():
-    """Other tensors reach the wrapped function as the same objects, with every argument, and so does its result."""
     seen = []
 
     def function(*args, **kwargs):
@@ -199,7 +194,6 @@ def test_shape_dtype_and_device_of_a_routed_tensor_can_be_read():
 
 @pytest.mark.parametrize("argument", ["s_aux", "position_bias", "head_mask"])
 def test_features_that_are_not_computed_are_refused(model, argument):
-    """Attention sinks, biases and head masks are an error over a compressed cache, not silently left out."""
     query, key = torch.zeros(1, 8, 1, 8), torch.zeros(1, 2, 1, 8)
     keys, values = prefill(model, IDS, make_press(ratio=0.3)).layers[0].update(key, key)
     with pytest.raises(NotImplementedError, match=argument):

@@ -1,7 +1,5 @@
 """Scores against whole attention matrices in float64, taken from a plain forward pass of the model."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from harness import context_of, make_press, prefill, scores_of
@@ -96,7 +94,6 @@ def materialised_scores(model, ids, scorer: str, local: bool) -> torch.Tensor:
 @pytest.mark.parametrize("scorer", SCORERS)
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "phi3"])
 def test_scores_equal_those_of_whole_attention_matrices(family, scorer, local):
-    """Every scorer, in local and full replay: a float32 model scores as its definition does in float64."""
     model, ids, replay = build_model(family), random_ids(LENGTH), "local" if local else "full"
     scores = scores_of(model, ids, chunk_size=CHUNK, n_sink=SINKS, scorer=scorer, replay=replay)
     assert scores.dtype == torch.float32 and scores.shape == (4, 2, LENGTH)
@@ -106,7 +103,6 @@ def test_scores_equal_those_of_whole_attention_matrices(family, scorer, local):
 
 
 def test_scorers_rank_pairs_differently(model):
-    """The four scores are four scores: each pair of them disagrees on which half of the pairs is the better one."""
     ids = random_ids(LENGTH)
     halves = []
     for scorer in SCORERS:
@@ -183,7 +179,6 @@ def test_scores_that_no_hook_collects_are_an_error(model):
 
 
 def test_a_models_layout_is_resolved_once(monkeypatch, model):
-    """One compression of a batch of chunks looks the layers and windows up once, however many there are."""
     asked, resolve = [], ModelLayout.of
     monkeypatch.setattr(ModelLayout, "of", lambda model: asked.append(1) or resolve(model))
     prefill(model, random_ids(LENGTH, batch_size=2), make_press(ratio=0.3))

@@ -1,7 +1,5 @@
 """Which pairs stay: exact counts at every level, ties by position, budgets."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -32,7 +30,6 @@ def test_the_highest_scores_stay_and_among_equal_ones_the_first():
     data=st.data(),
 )
 def test_exactly_the_count_is_kept_as_by_a_stable_sort(values, data):
-    """For any scores, tied or infinite, the kept ones are the first of a stable sort, exactly as many as asked."""
     count = data.draw(st.integers(0, len(values)))
     scores = torch.tensor(values)
     order = sorted(range(len(values)), key=lambda index: (-scores[index].item(), index))
@@ -52,7 +49,6 @@ def test_selection_uses_no_operation_that_is_nondeterministic_on_cuda(count):
 
 
 def test_nan_scores_are_an_error():
-    """A NaN has no rank: an error that names the remedy instead of an arbitrary choice."""
     with pytest.raises(ValueError, match="NaN.*load the model in bfloat16 or float32"):
         keep_top(torch.tensor([1.0, math.nan]), 1)
 
@@ -96,7 +92,6 @@ def test_equal_scores_fill_the_context_from_its_beginning():
     levels=st.integers(1, 5),
 )
 def test_counts_are_exact_at_every_level(shape, ratio, seed, levels):
-    """round(ratio * n) pairs stay, of the model, of each layer, of each head, however many scores are tied."""
     scores = torch.randint(0, levels, shape, generator=torch.Generator().manual_seed(seed)).float()
     layers, heads, tokens = shape
     kept = {level: selector(scores, Allowance(ratio=ratio)) for level, selector in SELECTORS.items()}
@@ -133,7 +128,6 @@ def head_lengths(cache) -> torch.Tensor:
 
 @pytest.mark.parametrize("ratio", [0.013, 0.1, 0.3, 0.5, 0.87, 1.0])
 def test_a_compressed_cache_holds_exactly_the_counts(family, ratio):
-    """At each level the pairs of a compressed cache, beyond prefix and sinks, are round(ratio * n)."""
     model, ids = build_model(family), random_ids(61)
     for level in ("pair", "pair-layer", "pair-uniform"):
         cache = prefill(model, ids, make_press(ratio=ratio, level=level, chunk_size=64))
@@ -154,7 +148,6 @@ def test_a_compressed_cache_holds_exactly_the_counts(family, ratio):
 
 @pytest.mark.parametrize("level", SELECTORS)
 def test_a_budget_through_the_press(model, level):
-    """budget=10 keeps ten tokens per head on average, beyond the sinks, and everything of a context of ten."""
     kept = head_lengths(prefill(model, random_ids(100), make_press(budget=10, level=level)))
     assert kept.sum() == 10 * 8
     short = prefill(model, random_ids(14), make_press(budget=10, level=level))
@@ -171,7 +164,6 @@ def test_levels_differ_in_how_they_share(model):
 
 
 def test_what_a_smaller_ratio_keeps_a_larger_one_keeps_too(model):
-    """Over one model and context the kept sets are nested: evicting more never brings a pair back."""
     ids = random_ids(80)
     full = prefill(model, ids)
     kept = [kept_positions(full, prefill(model, ids, make_press(ratio=ratio))) for ratio in (0.1, 0.4, 0.8)]

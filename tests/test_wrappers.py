@@ -1,7 +1,5 @@
 """kvpress's wrappers around our press: refused, clearly, before any result is used."""
 
-from __future__ import annotations
-
 import kvpress
 import pytest
 import torch
@@ -54,7 +52,6 @@ def test_a_hook_that_is_called_directly_refuses_too(model):
 
 
 def test_presses_of_kvpress_and_ours_take_turns(model):
-    """kvpress's own presses and ours take turns on one model without changing each other's results."""
     question = random_ids(5, seed=3)
     press, other = make_press(ratio=0.3), kvpress.KnormPress(compression_ratio=0.5)
     ours, theirs = prefill(model, IDS, press), prefill(model, IDS, other)

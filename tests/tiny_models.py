@@ -1,28 +1,11 @@
 """Tiny random models of every family and a tokenizer made on the spot."""
 
-from __future__ import annotations
+from functools import partial
 
 import torch
+import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import (
-    Gemma3Config,
-    Gemma3ForCausalLM,
-    Gemma3ForConditionalGeneration,
-    Gemma3TextConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    Phi3Config,
-    Phi3ForCausalLM,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    SiglipVisionConfig,
-)
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 VOCABULARY = 128
 TEMPLATE = (
@@ -30,45 +13,40 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<s>assistant:{% endif %}"
 )
 
-SHAPE = dict(
-    vocab_size=VOCABULARY,
-    hidden_size=64,
-    intermediate_size=96,
-    num_hidden_layers=4,
-    num_attention_heads=8,
-    num_key_value_heads=2,
-    max_position_embeddings=4096,
-    bos_token_id=1,
-    eos_token_id=2,
-    pad_token_id=0,
-)
+SHAPE = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=2)
+SHAPE |= dict(vocab_size=VOCABULARY, max_position_embeddings=4096, bos_token_id=1, eos_token_id=2, pad_token_id=0)
 HYBRID = ["sliding_attention", "full_attention"] * 2
 WINDOW = 24
 
 
-def _gemma3_text_config() -> Gemma3TextConfig:
-    return Gemma3TextConfig(**SHAPE, head_dim=16, sliding_window=WINDOW, layer_types=HYBRID, query_pre_attn_scalar=16)
+GEMMA3 = dict(head_dim=16, sliding_window=WINDOW, layer_types=HYBRID, query_pre_attn_scalar=16)
 
 
-def _gemma3_image_text() -> Gemma3ForConditionalGeneration:
-    vision = SiglipVisionConfig(
-        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=16, patch_size=8
+def _causal_lm(name: str, **shape) -> PreTrainedModel:
+    config = transformers.Gemma3TextConfig if name == "Gemma3" else getattr(transformers, f"{name}Config")
+    return getattr(transformers, f"{name}ForCausalLM")(config(**SHAPE, **shape))
+
+
+def _gemma3_image_text() -> PreTrainedModel:
+    vision = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+    config = transformers.Gemma3Config(
+        text_config=transformers.Gemma3TextConfig(**SHAPE, **GEMMA3),
+        vision_config=transformers.SiglipVisionConfig(**vision, image_size=16, patch_size=8),
+        mm_tokens_per_image=4,
+        image_token_index=100,
     )
-    config = Gemma3Config(
-        text_config=_gemma3_text_config(), vision_config=vision, mm_tokens_per_image=4, image_token_index=100
-    )
-    return Gemma3ForConditionalGeneration(config)
+    return transformers.Gemma3ForConditionalGeneration(config)
 
 
 FAMILIES = {
-    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE)),
-    "mistral": lambda: MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=None)),
-    "mistral-sliding": lambda: MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=WINDOW)),
-    "phi3": lambda: Phi3ForCausalLM(Phi3Config(**SHAPE, sliding_window=None)),
-    "phi3-sliding": lambda: Phi3ForCausalLM(Phi3Config(**SHAPE, sliding_window=WINDOW)),
-    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SHAPE)),
-    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SHAPE, head_dim=16)),
-    "gemma3": lambda: Gemma3ForCausalLM(_gemma3_text_config()),
+    "llama": partial(_causal_lm, "Llama"),
+    "mistral": partial(_causal_lm, "Mistral", sliding_window=None),
+    "mistral-sliding": partial(_causal_lm, "Mistral", sliding_window=WINDOW),
+    "phi3": partial(_causal_lm, "Phi3", sliding_window=None),
+    "phi3-sliding": partial(_causal_lm, "Phi3", sliding_window=WINDOW),
+    "qwen2": partial(_causal_lm, "Qwen2"),
+    "qwen3": partial(_causal_lm, "Qwen3", head_dim=16),
+    "gemma3": partial(_causal_lm, "Gemma3", **GEMMA3),
     "gemma3-image-text": _gemma3_image_text,
 }
 

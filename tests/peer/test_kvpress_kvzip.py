@@ -6,8 +6,6 @@ first ``n_sink`` tokens of a raw context); kvpress's budget is taken over prefix
 context behind the prefix, which is kept. With kvpress's ``n_sink`` set to the prefix length both scores are the same.
 """
 
-from __future__ import annotations
-
 import kvpress
 import pytest
 import torch

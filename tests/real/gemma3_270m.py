@@ -1,7 +1,5 @@
 """Gemma 3 270M (base) from its packages: the weights joined once, the tokenizer built from the fields of the file."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import os

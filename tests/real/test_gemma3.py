@@ -1,7 +1,5 @@
 """Gemma 3 270M: five layers of a 512-token window to one global layer, compressed on natural text."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """What compression frees, on a real model and a context of 5,000 tokens."""
 
-from __future__ import annotations
-
 import gc
 import threading
 from concurrent.futures import ThreadPoolExecutor
