@@ -46,11 +46,7 @@ def stored_numbers(packed: torch.Tensor | QuantizedKeys | QuantizedValues, lengt
 def expected_decode(
     query, key, value, lengths, softmax_scale, softcap=None, tail=None, tail_mask=None, dtype=torch.float64
 ):
-    """
-    Output and log-sum-exp: one softmax for each query row over all keys that it sees.
-
-    The truth in float64; in 16 bits, products are rounded to these, and the softmax is in float32, as is usual.
-    """
+    """Output and log-sum-exp, the truth in float64; in 16 bits products are rounded to these, as is usual."""
     batch_size, num_heads, q_len, _ = query.shape
     num_kv_heads = len(lengths) // batch_size
     cu_seqlens = bounds(lengths)
@@ -87,10 +83,44 @@ def quantized(key, value, lengths, bits, value_bits=None):
     )
 
 
-def pairs_of(lengths, head_dim, bits=32, dtype=torch.float32):
+def pairs_of(lengths, head_dim, bits=32, dtype=torch.float32, *, value_dim=None, value_bits=None):
     """Normally distributed keys and values of segments of these lengths."""
-    key, value = (randn(sum(lengths), head_dim, seed=seed, dtype=dtype) for seed in (1, 2))
-    return quantized(key, value, lengths, bits)
+    key = randn(sum(lengths), head_dim, seed=1, dtype=dtype)
+    value = randn(sum(lengths), value_dim or head_dim, seed=2, dtype=dtype)
+    return quantized(key, value, lengths, bits, value_bits)
+
+
+def surrounded(tensor, *dims):
+    """The same numbers as a view of a larger tensor that holds NaN, or 255, around them in these dimensions."""
+    sizes = [size + 5 * (dim in dims) for dim, size in enumerate(tensor.shape)]
+    view = torch.full(sizes, torch.nan if tensor.is_floating_point() else 255, dtype=tensor.dtype)
+    for dim in dims:
+        view = view.narrow(dim, 2, tensor.shape[dim])
+    return view.copy_(tensor)
+
+
+def fill_fresh_memory(monkeypatch):
+    """Whatever a kernel leaves unwritten, or reads before it is written, shows: it is NaN, or 1."""
+
+    def filling(make):
+        def filled(*args, **kwargs):
+            made = make(*args, **kwargs)
+            return made.fill_(torch.nan if made.is_floating_point() else 1)
+
+        return filled
+
+    for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
+        monkeypatch.setattr(owner, name, filling(getattr(owner, name)))
+
+
+def replay_inputs(
+    batch_size=1, num_kv_heads=2, group=3, q_len=11, context_len=50, head_dim=16, value_dim=None, dtype=torch.float32
+):
+    """Queries, own keys and values, context keys and values."""
+    heads = (num_kv_heads * group, *4 * (num_kv_heads,))
+    rows, value_dim = (q_len, q_len, q_len, context_len, context_len), value_dim or head_dim
+    shapes = zip(heads, rows, (head_dim, head_dim, value_dim, head_dim, value_dim), strict=True)
+    return [randn(batch_size, *shape, seed=seed, dtype=dtype) for seed, shape in enumerate(shapes)]
 
 
 def assert_attended(result, query, packed, lengths, softmax_scale, bound, **options):

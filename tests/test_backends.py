@@ -23,15 +23,9 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def fresh_choices():
-    """No choice is remembered from or for other tests."""
-
-    def forget():
-        for cached in (decode_module, replay_module, backends._log_choice):
-            cached.cache_clear()
-
-    forget()
-    yield
-    forget()
+    """No choice is remembered from other tests."""
+    for choices in (decode_module, replay_module, backends._log_choice):
+        choices.cache_clear()
 
 
 @pytest.fixture
@@ -40,9 +34,9 @@ def gpu(monkeypatch):
 
     def pretend(capability, packages=("triton",)):
         specs = {name: types.SimpleNamespace() if name in packages else None for name in ("triton", "flash_attn")}
-        find_spec = importlib.util.find_spec
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
         monkeypatch.setattr(torch.version, "hip", None)
+        find_spec = importlib.util.find_spec
         monkeypatch.setattr(
             importlib.util, "find_spec", lambda name, *rest: specs[name] if name in specs else find_spec(name, *rest)
         )
@@ -50,24 +44,18 @@ def gpu(monkeypatch):
     return pretend
 
 
-def test_the_front_door_imports_no_optional_package():
-    """Neither Triton nor flash-attn nor numba is imported before a backend that needs it runs."""
-    code = (
-        "import sys, torch; before = set(sys.modules); import kvzip_press.kernels.api; "
-        "print({'triton', 'flash_attn', 'numba'} & (set(sys.modules) - before))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "set()"
-
-
-def test_torch_and_reference_run_without_numba():
-    """The portable backends and the specification need torch alone."""
-    code = (
-        "import sys; sys.modules['numba'] = None; import torch; from kvzip_press.kernels.api import *; "
-        "key = torch.ones(3, 4); "
-        "[decode_attention(torch.ones(1, 1, 1, 4), key, key, torch.tensor([0, 3]), softmax_scale=1.0, backend=name) "
-        "for name in ('torch', 'reference')]"
-    )
+def test_an_optional_package_is_imported_by_the_backend_that_needs_it():
+    """By importing the front door none is, and torch and the specification run where there is no numba."""
+    code = """
+import sys, torch
+before = set(sys.modules)
+from kvzip_press.kernels.api import decode_attention
+assert not {"triton", "flash_attn", "numba"} & (set(sys.modules) - before)
+sys.modules["numba"] = None
+key = torch.ones(3, 4)
+for name in ("torch", "reference"):
+    decode_attention(key[None, None], key, key, torch.tensor([0, 3]), softmax_scale=1.0, backend=name)
+"""
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
@@ -112,25 +100,23 @@ def test_auto_on_a_gpu(gpu, capability, packages, dtype, head_dim, expected, qua
     assert backends._choose(GPU, (dtype, dtype), head_dim, quantized) == expected
 
 
-@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256, 192, 66])
-def test_auto_takes_torch_for_quantised_heads_that_triton_can_not_read(gpu, head_dim):
-    """Quantised rows of no whole words or an odd number of value groups are read by torch; plain ones by Triton."""
-    gpu((9, 0))
-    expected = "torch" if head_dim in (192, 66) else "triton"
-    assert backends._choose(GPU, (torch.float16,), head_dim, True) == expected
-    assert backends._choose(GPU, (torch.float16,), head_dim, False) == "triton"
+def test_auto_takes_torch_where_triton_can_not_run(gpu, monkeypatch):
+    """
+    Quantised rows of no whole words or an odd number of value groups are read by torch; plain ones by Triton.
 
-
-def test_auto_takes_torch_on_other_devices(gpu, monkeypatch):
-    """Devices without kernels of their own run in torch; so does ROCm, whose devices are named cuda."""
+    Devices without kernels of their own run in torch; so does ROCm, whose devices are named cuda.
+    """
     gpu((9, 0))
+    for head_dim in (64, 80, 96, 128, 256, 192, 66):
+        expected = "torch" if head_dim in (192, 66) else "triton"
+        assert backends._choose(GPU, (torch.float16,), head_dim, True) == expected
+        assert backends._choose(GPU, (torch.float16,), head_dim, False) == "triton"
     assert backends._choose(torch.device("mps"), (torch.float16,), 64, False) == "torch"
     monkeypatch.setattr(torch.version, "hip", "7.0")
     assert backends._choose(GPU, (torch.float16,), 64, False) == "torch"
 
 
 def test_auto_says_once_what_it_chose(caplog):
-    """One debug message for each kind of input, however many steps are decoded."""
     with caplog.at_level(logging.DEBUG, logger="kvzip_press.kernels.backends"):
         for head_dim in (64, 64, 128):
             decode_module("auto", CPU, torch.float32, torch.float32, head_dim, False)
@@ -166,7 +152,6 @@ def test_a_named_backend_refuses_what_it_can_not_take(gpu, backend, capability, 
     ("backend", "package", "extra"), [("triton", "triton", "gpu"), ("flash", "flash_attn", "flash-attn")]
 )
 def test_a_named_backend_that_is_not_installed(gpu, monkeypatch, backend, package, extra):
-    """The error names the extra to install."""
     gpu((9, 0))
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ImportError, match=rf'needs {package}.*pip install "kvzip-press\[{extra}\]"'):
@@ -201,13 +186,12 @@ def varlen_attention(
     for sequence in range(len(cu_seqlens_q) - 1):
         rows = slice(*cu_seqlens_q[sequence : sequence + 2].tolist())
         columns = slice(*cu_seqlens_k[sequence : sequence + 2].tolist())
-        for head in range(heads):
+        for head in range(heads if len(k[columns]) else 0):
             head_k = head // (heads // heads_k)
             logits = q[rows, head].double() @ k[columns, head_k].double().T * softmax_scale
             logits = logits if softcap == 0.0 else softcap * torch.tanh(logits / softcap)
-            if logits.shape[1] > 0:
-                out[rows, head] = logits.softmax(-1) @ v[columns, head_k].double()
-                lse[head, rows] = logits.logsumexp(-1).float()
+            out[rows, head] = logits.softmax(-1) @ v[columns, head_k].double()
+            lse[head, rows] = logits.logsumexp(-1).float()
     return out.to(q.dtype), lse, None
 
 

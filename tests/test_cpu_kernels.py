@@ -1,18 +1,17 @@
-"""What the CPU kernels are made of: vectors, threads, their errors, and how much memory they take."""
+"""What the CPU kernels are made of: vectors, threads, their errors, and the size of their buffers."""
 
 from __future__ import annotations
 
-import itertools
-import os
-import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from attention_oracle import bounds, pairs_of, randn, replay_inputs
 from numba import njit
 
 from kvzip_press.kernels import api
@@ -92,12 +91,10 @@ def test_rows_of_any_format_become_float32_rows(kind, channels):
     assert kind == formats.HALF_BYTES or (target[:, channels:whole] == 0).all()
 
 
-def decode_case(lengths, q_len=1, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    segments = Segments(torch.tensor([0, *itertools.accumulate(lengths)]))
-    key, value = torch.randn(2, segments.total, 64, generator=generator)
-    query = torch.randn(1, 2 * len(lengths), q_len, 64, generator=generator)
-    return lambda: cpu_decode.decode_attention(query, key, value, segments, softmax_scale=0.125)
+def decode_case(lengths, seed=0):
+    segments, packed = Segments(bounds(lengths)), pairs_of(lengths, 64)
+    query = randn(1, 2 * len(lengths), 1, 64, seed=seed)
+    return lambda: cpu_decode.decode_attention(query, *packed, segments, softmax_scale=0.125)
 
 
 def test_without_openmp_threads_of_our_own_give_the_same_bits(monkeypatch):
@@ -122,11 +119,8 @@ def test_callers_in_several_threads_do_not_disturb_one_another():
             if not all(map(torch.equal, cases[index](), expected[index])):
                 wrong.append(index)
 
-    threads = [threading.Thread(target=run, args=(index,)) for index in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(run, range(8)))
     assert not wrong
 
 
@@ -152,7 +146,6 @@ def test_an_error_in_compiled_code_reaches_the_caller(threads, openmp, monkeypat
 
 
 def test_an_error_in_a_pool_is_raised_when_all_threads_have_returned(monkeypatch):
-    """None is left that could write into the job's memory."""
     monkeypatch.setattr(cpu_threads, "_parallel", lambda: None)
     caller, returned = threading.get_ident(), []
 
@@ -189,15 +182,13 @@ def test_compiled_workers_can_be_kept_for_later_processes():
 @pytest.mark.parametrize("lengths", [[700, 0, 65], [0, 0, 0]])
 def test_results_under_another_default_type_and_device(monkeypatch, lengths):
     """Native code writes float32 on the CPU, whatever torch makes by default."""
-    segments = Segments(torch.tensor([0, *itertools.accumulate(lengths)]))
-    key, value = torch.randn(2, segments.total, 64)
-    query, own, context = torch.randn(1, 6, 9, 64), torch.randn(1, 3, 9, 64), torch.randn(1, 3, 50, 64)
+    segments, inputs = Segments(bounds(lengths)), (*pairs_of(lengths, 16), *replay_inputs(num_kv_heads=3))
     options = api.ReplayOptions(anchor=4, start=10, end=40, local=False, softmax_scale=0.125)
 
     def run(backend, dtype):
-        q, k, v, o, c = (part.to(dtype) for part in (query, key, value, own, context))
-        decoded = api.decode_attention(q, k, v, segments, softmax_scale=0.125, backend=backend)
-        return *decoded, *api.replay_attention(q, o, o, c, c, options, backend=backend)
+        key, value, query, *others = (part.to(dtype) for part in inputs)
+        decoded = api.decode_attention(query, key, value, segments, softmax_scale=0.125, backend=backend)
+        return *decoded, *api.replay_attention(query, *others, options, backend=backend)
 
     expected = run("reference", torch.float64)
     torch.set_default_dtype(torch.float64)
@@ -239,49 +230,3 @@ def test_column_scores_of_a_block_of_rows():
         torch.testing.assert_close(scores.result().double(), truth, atol=1e-6, rtol=1e-5)
         torch.testing.assert_close(lse.double(), seen.logsumexp(-1), atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(visited.double(), weights, atol=1e-6, rtol=1e-5)
-
-
-PEAK = """
-import sys, torch
-from kvzip_press.kernels.api import ReplayOptions, replay_attention
-torch.set_num_threads(2)
-heads, group, head_dim, chunk, q_len = 3, 3, 64, 2048, 2078
-query = torch.randn(1, heads * group, q_len, head_dim)
-own, context = torch.randn(1, heads, q_len, head_dim), torch.randn(1, heads, 2100, head_dim)
-
-def ours(rows):
-    options = ReplayOptions(anchor=26, start=26, end=26 + chunk, local=True, softmax_scale=0.125)
-    replay_attention(query[:, :, :rows], own[:, :, :rows], own[:, :, :rows], context, context, options)
-
-def materialised(rows):
-    keys = torch.cat([context[:, :, : 26 + chunk], own[:, :, :rows]], 2)
-    logits = query[:, :, :rows].view(1, heads, group, rows, head_dim) @ keys.unsqueeze(2).transpose(-1, -2) * 0.125
-    logits[..., 26 + chunk :].masked_fill_(torch.ones(rows, rows, dtype=torch.bool).triu(1), -torch.inf)
-    weights = logits.softmax(-1)
-    weights @ keys.unsqueeze(2), weights[..., 26 : 26 + chunk].amax((2, 3))
-
-run = {"ours": ours, "materialised": materialised}[sys.argv[1]]
-def kib(field):
-    lines = open("/proc/self/status").read().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(field))
-
-run(8)  # compiles, starts threads
-open("/proc/self/clear_refs", "w").write("5")  # forgets the peak so far
-before = kib("VmRSS")
-run(q_len)
-print(kib("VmHWM") - before)
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="peaks are read from /proc")
-def test_scoring_takes_a_twentieth_of_the_memory_of_the_whole_matrix():
-    """Peak memory beyond the inputs, chunk 2,048, against the form that keeps the query x key matrix."""
-    peak = {}
-    for form in ("ours", "materialised"):
-        # A trimming allocator, so that the first run leaves no free memory for the second
-        environment = {**os.environ, "MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_MMAP_THRESHOLD_": "65536"}
-        command = [sys.executable, "-c", PEAK, form]
-        peak[form] = int(subprocess.run(command, env=environment, capture_output=True, check=True, text=True).stdout)
-    matrix = 9 * 2078 * (26 + 2048 + 2078) * 4 // 1024
-    assert peak["materialised"] > 1.9 * matrix  # the logits and their softmax: the test measures what it means to
-    assert peak["ours"] <= 0.05 * peak["materialised"], peak

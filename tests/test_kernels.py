@@ -7,7 +7,7 @@ import re
 
 import pytest
 import torch
-from attention_oracle import assert_attended, bounds, expected_decode, pairs_of, quantized, randn
+from attention_oracle import assert_attended, bounds, expected_decode, fill_fresh_memory, pairs_of, randn, replay_inputs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -41,7 +41,6 @@ RAGGED = {
 
 
 def check_decode(backend, query, key, value, lengths, **options):
-    """Compare a backend with an attention written out in float64."""
     scale = query.shape[-1] ** -0.5
     out, lse = decode_attention(query, key, value, bounds(lengths), softmax_scale=scale, backend=backend, **options)
     assert out.dtype == lse.dtype == (torch.float64 if query.dtype == torch.float64 else torch.float32)
@@ -52,7 +51,6 @@ def check_decode(backend, query, key, value, lengths, **options):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
 def test_decode_over_head_sizes_and_formats(backend, head_dim):
-    """Every backend, at the head sizes and in the formats that models have, stays within the error bound."""
     lengths = [0, 1, 300, 7, 129, 128]
     for dtype in DTYPES[backend]:
         query = randn(2, 12, 1, head_dim, dtype=dtype)
@@ -75,13 +73,12 @@ def test_decode_over_ragged_shapes_and_storages(backend, shape, bits):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("bits", [(8, 8), (4, 4), (8, 4), (32, 4), (4, 32)])
+@pytest.mark.parametrize(("bits", "value_bits"), [(8, 8), (4, 4), (8, 4), (32, 4), (4, 32)])
 @pytest.mark.parametrize(("head_dim", "value_dim"), [(64, 64), (128, 128), (80, 80), (2, 2), (34, 192)])
-def test_decode_of_quantised_pairs_over_head_sizes(backend, bits, head_dim, value_dim):
+def test_decode_of_quantised_pairs_over_head_sizes(backend, bits, value_bits, head_dim, value_dim):
     """Value groups of 64 channels where they divide the head size, one group where not; values in bits of their own."""
-    lengths = [70, 0, 5]
-    packed = quantized(randn(75, head_dim, seed=1), randn(75, value_dim, seed=2), lengths, *bits)
-    check_decode(backend, randn(1, 6, 1, head_dim), *packed, lengths)
+    packed = pairs_of([70, 0, 5], head_dim, bits, value_dim=value_dim, value_bits=value_bits)
+    check_decode(backend, randn(1, 6, 1, head_dim), *packed, [70, 0, 5])
 
 
 @settings(max_examples=80, deadline=None)
@@ -118,26 +115,19 @@ def test_decode_over_any_ragged_shape(backend, batch_size, num_kv_heads, group, 
 @pytest.mark.parametrize("bits", [16, 4])
 def test_decode_with_a_softcap_and_values_of_another_size(backend, softcap, bits):
     """Logits are capped before the softmax, as in Gemma, of context and tail; values need not have the keys' size."""
-    key, value = 3 * randn(40, 16, seed=1), randn(40, 24, seed=2)
-    tail = 3 * randn(1, 2, 3, 16, seed=3), randn(1, 2, 3, 24, seed=4)
-    packed = quantized(key, value, [15, 25], bits)
-    check_decode(backend, 3 * randn(1, 4, 3, 16), *packed, [15, 25], softcap=softcap, tail=tail)
+    tail = randn(1, 2, 3, 16, seed=3), randn(1, 2, 3, 24, seed=4)
+    packed = pairs_of([15, 25], 16, bits, value_dim=24)
+    check_decode(backend, 9 * randn(1, 4, 3, 16), *packed, [15, 25], softcap=softcap, tail=tail)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_16_bit_results_are_nearer_than_attention_computed_in_16_bits(backend, dtype):
-    """The error is below that of softmax(q k) v with every step rounded to the type: no bound set by hand."""
+    """The error is below that of softmax(q k) v with products rounded to the type: no bound set by hand."""
     lengths = [333, 64]
-    key, value = pairs_of(lengths, 64, dtype=dtype)
-    query = randn(1, 4, 1, 64, dtype=dtype)
-    expected, _ = expected_decode(query, key, value, lengths, 0.125)
-    eager = torch.empty_like(expected)
-    for head in range(4):
-        segment = slice(0, 333) if head < 2 else slice(333, 397)
-        weights = (query[0, head] @ key[segment].T * 0.125).softmax(-1)
-        eager[0, head] = (weights @ value[segment]).double()
-    out, _ = decode_attention(query, key, value, bounds(lengths), softmax_scale=0.125, backend=backend)
+    query, packed = randn(1, 4, 1, 64, dtype=dtype), pairs_of(lengths, 64, dtype=dtype)
+    expected, eager = (expected_decode(query, *packed, lengths, 0.125, dtype=of)[0] for of in (torch.float64, dtype))
+    out, _ = decode_attention(query, *packed, bounds(lengths), softmax_scale=0.125, backend=backend)
     assert (out.double() - expected).abs().max() < (eager - expected).abs().max() / 10
 
 
@@ -154,36 +144,17 @@ def test_decode_with_logits_that_would_overflow(backend, size):
 
 
 @pytest.mark.parametrize("backend", ["cpu", "torch"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_decode_reads_nothing_outside_of_its_segments(backend, dtype):
-    """With NaN all around the packed pairs in memory the result is the same, bit for bit."""
-    lengths = [70, 0, 135]
-    query, packed = randn(1, 6, 1, 64, dtype=dtype), torch.stack(pairs_of(lengths, 64, dtype=dtype))
-    expected = decode_attention(query, *packed, bounds(lengths), softmax_scale=0.125, backend=backend)
-    padded = torch.nn.functional.pad(packed, (0, 0, 50, 50), value=torch.nan)
-    out = decode_attention(query, *padded[:, 50:-50], bounds(lengths), softmax_scale=0.125, backend=backend)
-    assert all(map(torch.equal, out, expected))
-
-
-@pytest.mark.parametrize("backend", ["cpu", "torch"])
-@pytest.mark.parametrize("bits", [32, 8, 4])
-def test_decode_uses_no_memory_before_it_is_written(monkeypatch, backend, bits):
-    """With NaN in all fresh memory the result is the same, bit for bit, and every output is written."""
-    lengths = [70, 0, 135, 1]
-    query = randn(2, 6, 2, 64)
-    packed, tail = pairs_of(lengths, 64, bits), tuple(randn(2, 2, 5, 64, seed=seed) for seed in (3, 4))
+@pytest.mark.parametrize("bits", [32, 16, 8, 4])
+def test_decode_reads_nothing_outside_of_its_segments_nor_before_it_is_written(monkeypatch, backend, bits):
+    """With NaN around plain pairs and in all fresh memory the result is the same, bit for bit, and all written."""
+    lengths, dtype = [70, 0, 135, 1], torch.bfloat16 if bits == 16 else torch.float32
+    query, packed = randn(2, 6, 2, 64, dtype=dtype), pairs_of(lengths, 64, bits, dtype)
+    tail = tuple(randn(2, 2, 5, 64, seed=seed, dtype=dtype) for seed in (3, 4))
     options = dict(softmax_scale=0.125, tail=tail, backend=backend)
     expected = decode_attention(query, *packed, bounds(lengths), **options)
-
-    def filling(make):
-        def filled(*args, **kwargs):
-            made = make(*args, **kwargs)
-            return made.fill_(torch.nan if made.is_floating_point() else 1)
-
-        return filled
-
-    for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
-        monkeypatch.setattr(owner, name, filling(getattr(owner, name)))
+    if bits >= 16:
+        packed = [torch.nn.functional.pad(part, (0, 0, 50, 50), value=torch.nan)[50:-50] for part in packed]
+    fill_fresh_memory(monkeypatch)
     assert all(map(torch.equal, decode_attention(query, *packed, bounds(lengths), **options), expected))
 
 
@@ -267,6 +238,7 @@ def shaped(arguments):
 
 
 TAIL = torch.zeros(1, 2, 3, 8)
+INTEGERS = dict.fromkeys(("packed_key", "packed_value"), torch.zeros(20, 8, dtype=torch.int32))
 
 
 @pytest.mark.parametrize(
@@ -282,12 +254,7 @@ TAIL = torch.zeros(1, 2, 3, 8)
         (dict(softcap=0.0), "softcap must be positive, or None for no soft-cap; got 0.0"),
         (dict(softcap=-1.0), "got -1.0"),
         (dict(softcap=float("nan")), "got nan"),
-        (
-            dict(
-                query=TAIL[:, :, :1].int(), packed_key=torch.zeros(20, 8).int(), packed_value=torch.zeros(20, 8).int()
-            ),
-            "'auto' takes float64, float32, bfloat16, float16, got int32$",
-        ),
+        (dict(query=TAIL.int(), **INTEGERS), "'auto' takes float64, float32, bfloat16, float16, got int32$"),
         (dict(cu_seqlens=torch.tensor([0])), r"shape \(num_segments \+ 1,\), got torch.int64 with shape \(1,\)"),
         (dict(cu_seqlens=torch.tensor([0.0, 20.0])), "must be int32 or int64.*got torch.float32"),
         (dict(cu_seqlens=bounds([10, 11])), r"packed_key \(20\), packed_value \(20\) and cu_seqlens \(21\)"),
@@ -370,21 +337,11 @@ def test_merging_ignores_what_an_empty_part_holds():
         assert torch.equal(merged_lse, lse)
 
 
-def replay_inputs(group=3, q_len=11, batch_size=1, value_dim=16, dtype=torch.float32):
-    """Queries, own keys and values, context keys and values: two KV heads of 16 channels, 50 columns of context."""
-    shapes = [(group, q_len, 16), (1, q_len, 16), (1, q_len, value_dim), (1, 50, 16), (1, 50, value_dim)]
-    query, *others = (
-        randn(batch_size, 2 * heads, *shape, seed=seed, dtype=dtype) for seed, (heads, *shape) in enumerate(shapes)
-    )
-    return 2 * query, *others
-
-
 def options(**changes):
-    return ReplayOptions(**{**dict(anchor=4, start=20, end=45, local=True, softmax_scale=0.25), **changes})
+    return ReplayOptions(**{**dict(anchor=4, start=20, end=45, local=True, softmax_scale=0.5), **changes})
 
 
 def check_replay(inputs, asked, bound=2e-5):
-    """Compare outputs and scores with the specification."""
     expected = reference.replay_attention(*inputs, asked)
     wide = torch.float64 if inputs[0].dtype == torch.float64 else torch.float32
     for backend in ("torch", "cpu") if wide == torch.float32 else ("torch", "auto"):
@@ -444,13 +401,9 @@ def test_replay_with_weights(reduction):
     """Factors of replayed tokens and of pairs enter before the reduction."""
     inputs = replay_inputs(batch_size=2, q_len=20)
     generator = torch.Generator().manual_seed(9)
-    weights = {
-        "row_weight": torch.rand(2, 20, generator=generator),
-        "column_weight": torch.rand(2, 2, 3, 25, generator=generator),
-    }
-    check_replay(inputs, options(reduction=reduction, **weights))
-    for name, weight in weights.items():
-        check_replay(inputs, options(reduction=reduction, **{name: weight}))
+    row_weight, column_weight = (torch.rand(*shape, generator=generator) for shape in ((2, 20), (2, 2, 3, 25)))
+    for rows, columns in ((row_weight, column_weight), (row_weight, None), (None, column_weight)):
+        check_replay(inputs, options(reduction=reduction, row_weight=rows, column_weight=columns))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])

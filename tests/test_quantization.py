@@ -77,9 +77,8 @@ def test_no_number_is_further_off_than_half_a_step(lengths, head_dim, bits, offs
     segments = Segments(bounds(lengths))
     packed = (size * randn(segments.total, head_dim) + offset).to(dtype)
     keys, values = quantize_keys(packed, segments, bits), quantize_values(packed, bits)
-    block = torch.cat(
-        [first + torch.arange(n) // 64 for first, n in zip(keys.block_offsets.tolist(), lengths, strict=False)]
-    )
+    blocks = zip(keys.block_offsets.tolist(), lengths, strict=False)
+    block = torch.cat([first + torch.arange(length) // 64 for first, length in blocks])
     numbers = packed.double()
     rounding = numbers.abs() * 2**-23
     key_error = (keys.dequantize(segments).double() - numbers).abs()
@@ -108,11 +107,10 @@ def test_segments_are_selected_without_requantising(bits):
     selected = segments.select(chosen)
     assert selected.lengths.tolist() == [lengths[index] for index in chosen]
     for quantized in pairs_of(lengths, 64, bits):
-        numbers = quantized.dequantize(segments).split(lengths)
-        expected = torch.cat([numbers[index] for index in chosen])
+        numbers = quantized.dequantize(segments)
+        expected = torch.cat([numbers.split(lengths)[index] for index in chosen])
         assert torch.equal(quantized.select(segments, chosen).dequantize(selected), expected)
-    packed = randn(segments.total, 64)
-    assert torch.equal(segments.gather(packed, chosen), torch.cat([packed.split(lengths)[i] for i in chosen]))
+        assert torch.equal(segments.gather(numbers, chosen), expected)
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -162,6 +160,5 @@ def test_keys_and_bounds_must_agree():
 
 
 def test_no_pairs_at_all():
-    """Empty storage is quantised to empty storage."""
     for quantized in pairs_of([0, 0], 64, 4):
         assert quantized.dequantize(Segments(bounds([0, 0]))).shape == (0, 64)

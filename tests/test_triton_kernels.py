@@ -87,7 +87,6 @@ def test_work_lists_of_uneven_heads_are_even(limit):
 
 
 def test_work_lists_are_made_once():
-    """A decode step finds the list of the step before."""
     segments = Segments(torch.tensor([0, 500]))
     first, second = (work_list(segments, CPU, step=KEY_BLOCK, limit=4, min_length=128) for _ in range(2))
     assert first is second

@@ -7,8 +7,9 @@ import subprocess
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import triton
@@ -38,12 +39,7 @@ class Resources:
     stack: int  # bytes of a thread: above 0, registers were spilled or an array is indexed at run time
     local_accesses: int  # loads from and stores to local memory (LDL, STL) in the machine code
     shared: int  # bytes of shared memory of a block
-    sass: str  # the machine code
-
-    @property
-    def fits(self) -> bool:
-        """Whether a block can be launched and keeps everything in registers."""
-        return self.stack == 0 and self.local_accesses == 0 and self.blocks_per_sm > 0
+    sass: str = field(repr=False)  # the machine code
 
     @property
     def blocks_per_sm(self) -> int:
@@ -51,46 +47,25 @@ class Resources:
         threads, blocks, shared, shared_of_block = _LIMITS[self.capability]
         if self.shared > shared_of_block:
             return 0
+        by_threads, by_shared = threads // (_WARP * self.num_warps), shared // (self.shared + _RESERVED_SHARED)
         registers = -(-self.registers * _WARP // _REGISTER_UNIT) * _REGISTER_UNIT * self.num_warps
-        return min(
-            threads // (_WARP * self.num_warps),
-            blocks,
-            _REGISTERS // registers,
-            shared // (self.shared + _RESERVED_SHARED),
-        )
+        return min(by_threads, blocks, _REGISTERS // registers, by_shared)
 
     def count(self, instruction: str) -> int:
         """Number of instructions in the machine code that begin with ``instruction``, such as ``"LDG.E.128"``."""
         return len(re.findall(rf"^\s*(?:/\*\w+\*/)?\s*(?:@!?\w+ )?{re.escape(instruction)}\b", self.sass, re.MULTILINE))
 
-    def __str__(self) -> str:
-        return (
-            f"sm_{self.capability}: {self.registers} registers, {self.stack} bytes of stack, "
-            f"{self.local_accesses} LDL/STL, {self.shared / 1024:.1f} KiB shared, {self.num_warps} warps, "
-            f"{self.blocks_per_sm} blocks an SM"
-        )
-
-
-class _AbsentGpu:
-    """In the place of a driver: kernels are specialised and compiled for its GPU, but can't be launched."""
-
-    def __init__(self, capability: int) -> None:
-        self.capability = capability
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", self.capability, _WARP)
-
-    def get_current_device(self) -> int:
-        return self.capability  # kernels are kept by device
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
 
 @contextmanager
 def _absent_gpu(capability: int) -> Iterator[None]:
+    """In the place of a driver: kernels are specialised and compiled for its GPU, but can't be launched."""
     before = triton.runtime.driver._active
-    triton.runtime.driver.set_active(_AbsentGpu(capability))
+    absent = SimpleNamespace(
+        get_current_target=lambda: GPUTarget("cuda", capability, _WARP),
+        get_current_device=lambda: capability,  # kernels are kept by device
+        get_current_stream=lambda device: 0,
+    )
+    triton.runtime.driver.set_active(absent)
     try:
         yield
     finally:
@@ -121,7 +96,13 @@ class Launch:
         """Compile as the launch would on a GPU of this capability, where it must fit."""
         with _absent_gpu(capability):
             compiled = _RUN(self.kernel, *self.arguments, grid=None, warmup=True, **self.keywords)
-        usage, sass = _read_cubin(compiled.asm["cubin"])
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(compiled.asm["cubin"])
+            file.flush()
+            usage, sass = (
+                subprocess.run([_CUOBJDUMP, flag, file.name], capture_output=True, text=True, check=True).stdout
+                for flag in ("-res-usage", "-sass")
+            )
         registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", usage).groups())
         resources = Resources(
             capability=capability,
@@ -132,18 +113,6 @@ class Launch:
             shared=compiled.metadata.shared,
             sass=sass,
         )
-        print(f"{self.kernel.__name__}: {resources}")
-        assert resources.fits, resources
+        print(self.kernel.__name__, resources, "blocks of an SM:", resources.blocks_per_sm)
+        assert resources.stack == resources.local_accesses == 0 < resources.blocks_per_sm, resources
         return resources
-
-
-def _read_cubin(cubin: bytes) -> tuple[str, str]:
-    """Resource usage and machine code, as cuobjdump prints them."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        usage, sass = (
-            subprocess.run([_CUOBJDUMP, flag, file.name], capture_output=True, text=True, check=True).stdout
-            for flag in ("-res-usage", "-sass")
-        )
-    return usage, sass

@@ -10,10 +10,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from attention_oracle import bounds, expected_decode, randn
+from attention_oracle import bounds, expected_decode, fill_fresh_memory, quantized, randn, surrounded
 
 from kvzip_press.kernels.decode import triton as triton_decode
-from kvzip_press.kernels.storage.quantization import QuantizedKeys, QuantizedValues, quantize_keys, quantize_values
 from kvzip_press.kernels.storage.segments import Segments
 from kvzip_press.kernels.triton_config import INTERPRETED, LaunchConfig, launch_config
 
@@ -28,100 +27,55 @@ SHAPES = {
     "all kept": [128, 128],
     "batch of three": [3, 0, 129, 64, 1, 80],
 }
-BITS = {"int8": 8, "int4": 4}
-KINDS = ["float32", "float16", "bfloat16", *BITS]
+KINDS = ["float32", "float16", "bfloat16", "int8", "int4"]
+# Of keys and values
+BITS = {"int8": (8, 8), "int4": (4, 4), "int8 and int4": (8, 4), "int4 and int8": (4, 8)}
 
 
 @pytest.fixture(autouse=True)
 def fresh_memory_is_nan(monkeypatch):
-    """Whatever a kernel leaves unwritten, or reads before it is written, shows."""
-    empty = torch.empty
-
-    def poisoned(*args, **kwargs):
-        tensor = empty(*args, **kwargs)
-        return tensor.fill_(torch.nan) if tensor.is_floating_point() else tensor
-
-    monkeypatch.setattr(torch, "empty", poisoned)
-
-
-def surrounded(tensor: torch.Tensor, dim: int = 0) -> torch.Tensor:
-    """The same numbers as a view of a larger tensor that holds NaN, or 255, elsewhere."""
-    shape = list(tensor.shape)
-    shape[dim] += 5
-    fill = torch.nan if tensor.is_floating_point() else 255
-    return torch.full(shape, fill, dtype=tensor.dtype).narrow(dim, 2, tensor.shape[dim]).copy_(tensor)
-
-
-def quantized(key, value, segments, key_bits, value_bits) -> tuple[QuantizedKeys, QuantizedValues]:
-    both = quantize_keys(key, segments, key_bits), quantize_values(value, value_bits)
-    parts = ("codes", "scale", "minimum")
-    return tuple(replace(codes, **{part: surrounded(getattr(codes, part)) for part in parts}) for codes in both)
+    fill_fresh_memory(monkeypatch)
 
 
 def check(
-    kind: str,
-    lengths: list[int],
-    *,
-    batch_size: int = 1,
-    group: int = 3,
-    q_len: int = 1,
-    head_dim: int = 64,
-    value_dim: int | None = None,
-    softcap: float | None = None,
-    tail_len: int | None = None,
-    mask: torch.Tensor | None = None,
-    query_dtype: torch.dtype | None = None,
-    value_bits: int | None = None,
-    key_size: torch.Tensor | float = 1.0,
-    value_size: float = 1.0,
-    twice: bool = False,
-) -> torch.Tensor:
-    """
-    Compare with the oracle.
-
-    An error in 16 bits may be twice that of attention written out in the same type; in 8 and 4 bits, where products are
-    of 16 bits whatever the query, twice that in bfloat16, from the same dequantised numbers.
-    """
+    kind, lengths, *, batch_size=1, group=3, q_len=1, head_dim=64, value_dim=None, tail_len=None, size=(1, 1), **options
+):
+    """In 8 to 16 bits no further off than twice attention written out in 16, from the same dequantised numbers."""
     value_dim = value_dim or head_dim
     segments = Segments(bounds(lengths))
     num_kv_heads = len(lengths) // batch_size
     dtype = torch.bfloat16 if kind in BITS else getattr(torch, kind)
-    key = surrounded((randn(sum(lengths), head_dim, seed=1) * key_size).to(dtype))
-    value = surrounded((randn(sum(lengths), value_dim, seed=2) * value_size).to(dtype))
+    key = surrounded((randn(sum(lengths), head_dim, seed=1) * size[0]).to(dtype), 0)
+    value = surrounded((randn(sum(lengths), value_dim, seed=2) * size[1]).to(dtype), 0)
     # Not contiguous, as a model's projection leaves them
-    query = randn(batch_size, q_len, num_kv_heads * group, head_dim, seed=3, dtype=query_dtype or dtype).transpose(1, 2)
-    tail = None
+    query_dtype = options.pop("query_dtype", dtype)
+    query = randn(batch_size, q_len, num_kv_heads * group, head_dim, seed=3, dtype=query_dtype).transpose(1, 2)
     if tail_len is not None:
-        sizes = ((head_dim, 4), (value_dim, 5))
-        tail = tuple(
-            surrounded(randn(batch_size, num_kv_heads, tail_len, size, seed=seed, dtype=dtype), dim=2)
-            for size, seed in sizes
+        heads = (batch_size, num_kv_heads, tail_len)
+        options["tail"] = tuple(
+            surrounded(randn(*heads, size, seed=seed, dtype=dtype), 2) for size, seed in ((head_dim, 4), (value_dim, 5))
         )
-    packed = (key, value)
+    packed = quantized(key, value, lengths, *BITS.get(kind, (16,)))
     if kind in BITS:
-        packed = quantized(key, value, segments, BITS[kind], value_bits or BITS[kind])
-        key, value = packed[0].dequantize(segments), packed[1].dequantize()
-    scale = head_dim**-0.5
-    call = {"softmax_scale": scale, "softcap": softcap, "tail": tail, "tail_mask": mask}
-    out, lse = triton_decode.decode_attention(query, *packed, segments, **call)
-    if twice:
-        again, lse_again = triton_decode.decode_attention(query, *packed, segments, **call)
-        assert torch.equal(out, again) and torch.equal(lse, lse_again)
+        key, value = (codes.dequantize(segments) for codes in packed)
+        parts = ("codes", "scale", "minimum")
+        packed = [replace(codes, **{part: surrounded(getattr(codes, part), 0) for part in parts}) for codes in packed]
+    options["softmax_scale"] = head_dim**-0.5
+    out, lse = triton_decode.decode_attention(query, *packed, segments, **options)
     assert out.dtype == lse.dtype == torch.float32
 
-    case = (query, key, value, lengths, scale, softcap, tail, mask)
-    expected, expected_lse = expected_decode(*case)
+    expected, expected_lse = expected_decode(query, key, value, lengths, **options)
     assert out.shape == expected.shape and lse.shape == expected_lse.shape
     seen = expected_lse > -torch.inf
     assert (lse[~seen] == -torch.inf).all() and (out[~seen] == 0).all()
     bound = lse_bound = 3e-6
     if dtype != torch.float32:
-        usual, usual_lse = expected_decode(*case, dtype)
+        usual, usual_lse = expected_decode(query, key, value, lengths, **options, dtype=dtype)
         bound += 2 * float((usual - expected).abs().max())
         lse_bound += 2 * float((usual_lse - expected_lse)[seen].abs().max()) if seen.any() else 0.0
     torch.testing.assert_close(out.double(), expected, atol=bound, rtol=0)
     torch.testing.assert_close(lse[seen].double(), expected_lse[seen], atol=lse_bound, rtol=0)
-    return out
+    return out, lse
 
 
 def causal(q_len: int, tail_len: int) -> torch.Tensor:
@@ -140,20 +94,21 @@ def test_ragged_shapes(name, kind):
 @pytest.mark.parametrize("q_len", [1, 5])
 def test_groups_and_questions_before_a_causal_tail(kind, group, q_len):
     lengths = [0, 1, 150, 64] if q_len == 1 else [66, 5]
-    check(kind, lengths, batch_size=2, group=group, q_len=q_len, tail_len=q_len + 9, mask=causal(q_len, q_len + 9))
+    check(kind, lengths, batch_size=2, group=group, q_len=q_len, tail_len=q_len + 9, tail_mask=causal(q_len, q_len + 9))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_long_question_takes_several_row_tiles(kind, monkeypatch):
     if kind not in BITS:
         monkeypatch.setattr(triton_decode, "launch_config", lambda *_: LaunchConfig(16, 32, 4, 1, 2))
-    check(kind, [65], group=2, q_len=70, tail_len=70, mask=causal(70, 70), head_dim=32)
+    check(kind, [65], group=2, q_len=70, tail_len=70, tail_mask=causal(70, 70), head_dim=32)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_tail_that_all_queries_see(kind):
     """It shares the launch of unquantised pairs. The same input gives the same bits again."""
-    check(kind, [270, 0], q_len=2, tail_len=33, twice=True)
+    first, second = (check(kind, [270, 0], q_len=2, tail_len=33) for _ in range(2))
+    assert all(map(torch.equal, first, second))
 
 
 @pytest.mark.parametrize("kind", ["float32", "int8"])
@@ -171,7 +126,7 @@ def test_head_sizes(kind, head_dim, value_dim):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_softcap(kind):
-    check(kind, [70, 5], softcap=2.0, tail_len=4, mask=causal(1, 4))
+    check(kind, [70, 5], softcap=2.0, tail_len=4, tail_mask=causal(1, 4))
 
 
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "int4"])
@@ -189,7 +144,7 @@ def test_masks_of_any_shape(kind, shape):
     """A query may see nothing of the tail, and then nothing at all where its head is empty."""
     mask = torch.rand(shape, generator=torch.Generator().manual_seed(0)) < 0.3
     mask[..., -1, :] &= mask.shape[2] == 1
-    check(kind, [0, 40, 5, 0], batch_size=2, q_len=5, tail_len=37, mask=mask)
+    check(kind, [0, 40, 5, 0], batch_size=2, q_len=5, tail_len=37, tail_mask=mask)
 
 
 @pytest.mark.parametrize("kind", ["bfloat16", "int8", "int4"])
@@ -197,9 +152,9 @@ def test_queries_of_another_type(kind):
     check(kind, [70, 3], query_dtype=torch.float32, tail_len=5)
 
 
-@pytest.mark.parametrize("kind, value_bits", [("int8", 4), ("int4", 8)])
-def test_keys_and_values_of_different_bits(kind, value_bits):
-    check(kind, [70, 3], head_dim=128, value_bits=value_bits)
+@pytest.mark.parametrize("kind", ["int8 and int4", "int4 and int8"])
+def test_keys_and_values_of_different_bits(kind):
+    check(kind, [70, 3], head_dim=128)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -207,7 +162,7 @@ def test_channels_of_very_different_size(kind):
     """Keys have channels far larger than the rest, and the values of some heads are tiny."""
     key_size = torch.ones(64)
     key_size[[3, 40]] = torch.tensor([30.0, 0.001])
-    out = check(kind, [100, 64], key_size=key_size, value_size=1e-4)
+    out, _ = check(kind, [100, 64], size=(key_size, 1e-4))
     assert out.abs().max() < 1e-3
 
 
@@ -231,24 +186,18 @@ def test_queries_and_pairs_of_any_stride():
 
 
 @pytest.mark.parametrize(
-    "message, changed",
+    "message, head_dim, bits, dtype",
     [
-        ("takes float32, bfloat16 and float16, got torch.float64; use backend='torch'", {"dtype": torch.float64}),
-        ("head sizes up to 256, got 260", {"head_dim": 260}),
-        ("8 bits need a head_dim divisible by 2, got 17", {"head_dim": 17, "bits": 8}),
-        ("4 bits need a head_dim divisible by 4, got 18", {"head_dim": 18, "bits": 4}),
-        ("odd number of groups", {"head_dim": 192, "bits": 8}),
-        ("both quantised or neither", {"bits": (8, None)}),
+        ("takes float32, bfloat16 and float16, got torch.float64; use backend='torch'", 64, (64,), torch.float64),
+        ("head sizes up to 256, got 260", 260, (32,), torch.float32),
+        ("8 bits need a head_dim divisible by 2, got 17", 17, (8,), torch.float32),
+        ("4 bits need a head_dim divisible by 4, got 18", 18, (4,), torch.float32),
+        ("odd number of groups", 192, (8,), torch.float32),
+        ("both quantised or neither", 64, (8, 32), torch.float32),
     ],
 )
-def test_what_the_kernels_do_not_take(message, changed):
-    segments = Segments(torch.tensor([0, 3]))
-    head_dim, dtype = changed.get("head_dim", 64), changed.get("dtype", torch.float32)
-    bits = changed.get("bits")
-    key_bits, value_bits = bits if isinstance(bits, tuple) else (bits, bits)
-    key, value = torch.zeros(2, 3, head_dim, dtype=dtype)
-    key = key if key_bits is None else quantize_keys(key, segments, key_bits)
-    value = value if value_bits is None else quantize_values(value, value_bits)
-    query = torch.zeros(1, 1, 1, head_dim, dtype=dtype)
+def test_what_the_kernels_do_not_take(message, head_dim, bits, dtype):
+    packed = quantized(*torch.zeros(2, 3, head_dim, dtype=dtype), [3], *bits)
     with pytest.raises(ValueError, match=message):
-        triton_decode.decode_attention(query, key, value, segments, softmax_scale=1.0)
+        query = torch.zeros(1, 1, 1, head_dim, dtype=dtype)
+        triton_decode.decode_attention(query, *packed, Segments(bounds([3])), softmax_scale=1.0)

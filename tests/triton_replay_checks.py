@@ -6,11 +6,9 @@ Run by ``test_triton_kernels.py`` in a process of its own, with ``TRITON_INTERPR
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-from attention_oracle import randn
+from attention_oracle import fill_fresh_memory, randn, replay_inputs, surrounded
 
 from kvzip_press.kernels.options import REDUCTIONS, ReplayOptions
 from kvzip_press.kernels.replay import triton as triton_replay
@@ -36,9 +34,7 @@ CHUNKS = {
 
 @pytest.fixture(autouse=True)
 def fresh_memory_is_nan(monkeypatch):
-    """Whatever a kernel leaves unwritten, or reads before it is written, shows."""
-    empty = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: empty(*args, **kwargs).fill_(torch.nan))
+    fill_fresh_memory(monkeypatch)
 
 
 @pytest.fixture(autouse=True)
@@ -54,49 +50,18 @@ def blocks_of_the_table(monkeypatch, small_blocks):
         monkeypatch.setattr(module, "launch_config", launch_config)
 
 
-def rand(*shape: int, seed: int) -> torch.Tensor:
+def rand(*shape, seed):
     return torch.rand(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def surrounded(tensor: torch.Tensor) -> torch.Tensor:
-    """The same numbers as a view of a larger tensor that holds NaN elsewhere, with strides of its own."""
-    batch_size, heads, length, channels = tensor.shape
-    larger = torch.full((batch_size, heads + 1, length + 5, channels + 16), torch.nan, dtype=tensor.dtype)
-    return larger[:, :heads, 3 : 3 + length, :channels].copy_(tensor)
+def make(**shape):
+    """States with NaN around them: the own ones token by token as projections write them, the context's by heads."""
+    tensors = replay_inputs(**{"num_kv_heads": 1, "group": 2, "q_len": 21, "context_len": 90, **shape})
+    own = [surrounded(tensor.transpose(1, 2).contiguous(), 2).transpose(1, 2) for tensor in tensors[:3]]
+    return [*own, *(surrounded(tensor, 1, 2, 3) for tensor in tensors[3:])]
 
 
-def by_tokens(tensor: torch.Tensor) -> torch.Tensor:
-    """The same numbers, in memory token by token as projections write them, NaN before and after each token."""
-    batch_size, heads, length, channels = tensor.shape
-    larger = torch.full((batch_size, length, heads + 2, channels), torch.nan, dtype=tensor.dtype)
-    return larger.transpose(1, 2)[:, 1 : 1 + heads].copy_(tensor)
-
-
-def make(
-    batch_size: int = 1,
-    num_kv_heads: int = 1,
-    group: int = 2,
-    q_len: int = 21,
-    context_len: int = 90,
-    head_dim: int = 16,
-    value_dim: int | None = None,
-    dtype: torch.dtype = torch.float32,
-) -> list[torch.Tensor]:
-    value_dim = head_dim if value_dim is None else value_dim
-    shapes = [
-        (num_kv_heads * group, q_len, head_dim),
-        (num_kv_heads, q_len, head_dim),
-        (num_kv_heads, q_len, value_dim),
-        (num_kv_heads, context_len, head_dim),
-        (num_kv_heads, context_len, value_dim),
-    ]
-    tensors = [randn(batch_size, *shape, seed=seed, dtype=dtype) for seed, shape in enumerate(shapes)]
-    return [place(tensor) for place, tensor in zip([by_tokens] * 3 + [surrounded] * 2, tensors, strict=True)]
-
-
-def written_out(
-    tensors: list[torch.Tensor], options: ReplayOptions, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
+def written_out(tensors, options, dtype):
     """Output and scores from the whole matrix, in ``dtype`` throughout."""
     query, own_key, own_value, context_key, context_value = (tensor.to(dtype) for tensor in tensors)
     num_kv_heads, context_len, q_len = *context_key.shape[1:3], query.shape[2]
@@ -125,7 +90,7 @@ def written_out(
     return out, by_group.amax(2) if maximum else by_group.sum(2)
 
 
-def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+def error(actual, expected):
     assert actual.shape == expected.shape
     never_seen = expected == -torch.inf
     assert torch.equal(actual == -torch.inf, never_seen)
@@ -134,14 +99,19 @@ def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return float(difference.max()) if len(difference.flatten()) else 0.0
 
 
-def asked(tensors: list[torch.Tensor], **options: Any) -> ReplayOptions:
-    return ReplayOptions(**{"softmax_scale": tensors[0].shape[-1] ** -0.5, "local": True} | options)
+def asked(tensors, **options):
+    chunk = {"anchor": 5, "start": 20, "end": 57}
+    return ReplayOptions(**{"softmax_scale": tensors[0].shape[-1] ** -0.5, "local": True, **chunk, **options})
 
 
-def check(tensors: list[torch.Tensor], **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def replay(tensors, **options):
+    return triton_replay.replay_attention(*tensors, asked(tensors, **options))
+
+
+def check(tensors, **options):
     """The result against float64: no further off than twice a computation in the tensors' own type."""
     given = asked(tensors, **options)
-    out, scores = triton_replay.replay_attention(*tensors, given)
+    out, scores = replay(tensors, **options)
     assert out.dtype == scores.dtype == torch.float32
     expected = written_out(tensors, given, torch.float64)
     eager = written_out(tensors, given, tensors[0].dtype)
@@ -151,15 +121,11 @@ def check(tensors: list[torch.Tensor], **options: Any) -> tuple[torch.Tensor, to
     return out, scores
 
 
-def replay(tensors: list[torch.Tensor], **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    return triton_replay.replay_attention(*tensors, asked(tensors, **options))
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("local", [True, False], ids=["local", "full"])
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_reductions(reduction, local, dtype):
-    check(make(num_kv_heads=2, dtype=dtype), anchor=5, start=20, end=57, reduction=reduction, local=local)
+    check(make(num_kv_heads=2, dtype=dtype), reduction=reduction, local=local)
 
 
 @pytest.mark.parametrize("local", [True, False], ids=["local", "full"])
@@ -178,35 +144,31 @@ def test_no_context():
 @pytest.mark.parametrize("softcap, window", [(2.0, None), (None, 45), (2.0, 60), (None, 100)])
 def test_softcap_and_window(softcap, window, reduction, local):
     """The window ends in the chunk for the last rows, before it, or before the anchor."""
-    chunk = {"anchor": 5, "start": 40, "end": 77}
-    check(make(), **chunk, local=local, softcap=softcap, window=window, reduction=reduction)
+    check(make(), start=40, end=77, local=local, softcap=softcap, window=window, reduction=reduction)
 
 
-@pytest.mark.parametrize(
-    "reduction, unseen", [("max", 0.0), ("sum", 0.0), ("sum_of_squares", 0.0), ("logit", -torch.inf)]
-)
-def test_a_chunk_that_no_row_sees(reduction, unseen):
-    chunk = {"anchor": 5, "start": 20, "end": 57, "reduction": reduction}
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_a_chunk_that_no_row_sees(reduction):
     for options in ({"softcap": 2.0}, {"row_weight": torch.ones(1, 21)}, {"column_weight": torch.zeros(1, 1, 2, 37)}):
-        _, scores = check(make(), **chunk, **options, local=False, window=30)
-        assert (scores == unseen).all()
+        _, scores = check(make(), reduction=reduction, **options, local=False, window=30)
+        assert (scores == (-torch.inf if reduction == "logit" else 0.0)).all()
 
 
 @pytest.mark.parametrize("window", [1, 2, 17])
 def test_windows_within_the_own_keys(window):
     """Blocks of own keys that some of their rows do not see at all."""
-    check(make(group=1, q_len=45), anchor=5, start=20, end=57, local=False, window=window)
+    check(make(group=1, q_len=45), local=False, window=window)
 
 
 @pytest.mark.parametrize("q_len", [1, 16, 63, 111])
 def test_numbers_of_tokens(q_len):
-    check(make(q_len=q_len, context_len=40), anchor=5, start=9, end=30, local=False)
-    check(make(q_len=q_len, context_len=40, group=3), anchor=5, start=9, end=30, reduction="logit")
+    check(make(q_len=q_len, context_len=40), start=9, end=30, local=False)
+    check(make(q_len=q_len, context_len=40, group=3), start=9, end=30, reduction="logit")
 
 
 @pytest.mark.parametrize("length", [1, 32, 63, 111])
 def test_lengths_of_the_chunk(length):
-    check(make(q_len=5, context_len=150), anchor=5, start=20, end=20 + length, reduction="sum")
+    check(make(q_len=5, context_len=150), end=20 + length, reduction="sum")
     check(make(q_len=5, context_len=length), anchor=0, start=0, end=length, local=False)
 
 
@@ -224,7 +186,7 @@ def test_weights(reduction, softcap, window):
     row_weight, column_weight = rand(2, 14, seed=5), rand(2, 1, 3, 34, seed=6)
     row_weight[1, 7] = 0
     column_weight[0, :, :, 7] = 0
-    chunk = {"anchor": 5, "start": 40, "end": 74, "softcap": softcap, "window": window, "reduction": reduction}
+    chunk = {"start": 40, "end": 74, "softcap": softcap, "window": window, "reduction": reduction}
     for rows, columns in ((row_weight, None), (None, column_weight), (row_weight, column_weight)):
         check(tensors, **chunk, row_weight=rows, column_weight=columns)
 
@@ -234,7 +196,7 @@ def test_negative_row_weights(reduction):
     """They never make a maximum of softmax weights, but count in sums and among logits."""
     row_weight = randn(1, 21, seed=5)
     assert row_weight.min() < 0 < row_weight.max()
-    check(make(), anchor=5, start=20, end=57, reduction=reduction, row_weight=row_weight)
+    check(make(), reduction=reduction, row_weight=row_weight)
 
 
 @pytest.mark.usefixtures("blocks_of_the_table")
@@ -243,7 +205,7 @@ def test_negative_row_weights(reduction):
 def test_head_sizes_in_blocks_of_the_table(head_dim, value_dim, dtype):
     """Also with blocks that are larger than everything."""
     tensors = make(q_len=9, context_len=40, head_dim=head_dim, value_dim=value_dim, dtype=dtype)
-    check(tensors, anchor=5, start=9, end=37, local=False)
+    check(tensors, start=9, end=37, local=False)
 
 
 @pytest.mark.usefixtures("blocks_of_the_table")
@@ -257,12 +219,11 @@ def test_many_blocks_of_the_table():
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_rows_split_over_blocks(reduction, monkeypatch):
     """However many SMs share the rows, the scores are those of one."""
-    tensors, chunk = make(q_len=111), {"anchor": 5, "start": 20, "end": 57, "local": True, "reduction": reduction}
-    empty, shapes = torch.empty, []
+    tensors, empty, shapes = make(q_len=111), torch.empty, []
     monkeypatch.setattr(torch, "empty", lambda *shape, **options: shapes.append(shape) or empty(*shape, **options))
     for sms, splits in ((1, 1), (8, 4), (1000, 7)):
         monkeypatch.setattr(triton_scores, "multiprocessors", lambda _, sms=sms: sms)
-        check(tensors, **chunk)
+        check(tensors, reduction=reduction)
         assert shapes[-1] == (splits, 1, 37)
 
 
@@ -271,9 +232,8 @@ def test_the_same_bits_twice(reduction, monkeypatch):
     monkeypatch.setattr(triton_scores, "multiprocessors", lambda _: 6)
     tensors = make(q_len=63, dtype=torch.bfloat16)
     weights = {"row_weight": rand(1, 63, seed=5), "column_weight": rand(1, 1, 2, 37, seed=6)}
-    chunk = {"anchor": 5, "start": 20, "end": 57, "local": False, "reduction": reduction}
-    first, second = (replay(tensors, **chunk, **weights) for _ in range(2))
-    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+    first, second = (replay(tensors, local=False, reduction=reduction, **weights) for _ in range(2))
+    assert all(map(torch.equal, first, second))
 
 
 @pytest.mark.parametrize(
